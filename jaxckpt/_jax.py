@@ -1,0 +1,236 @@
+"""The only place that touches JAX's internals, so that a new version changes one file.
+
+Checked with jax 0.10.2 and 0.12.0. What differs between them, or sits behind JAX's
+extension interface (`jax.extend.core`), gets one plain function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import linear_util as _lu
+from jax._src import source_info_util as _source_info_util
+from jax._src.interpreters import partial_eval as _pe
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
+from jax.interpreters import ad as _ad
+
+Var = jex.Var
+Literal = jex.Literal
+
+SAVEABLE = _pe.Saveable
+RECOMPUTE = _pe.Recompute
+
+
+def offloadable(source: str, destination: str) -> Any:
+    """Return JAX's policy answer that moves a value between memory spaces."""
+    return _pe.Offloadable(src=source, dst=destination)
+
+
+def remat3_enabled() -> bool:
+    """Return whether JAX's new remat engine (`JAX_REMAT3=1`) is switched on."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def trace_context() -> Any:
+    """Return JAX's own key of everything global that changes a trace (x64, mesh, ...)."""
+    return _config.trace_context()
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Return the jaxpr without its constants (0.12 merged the two classes)."""
+    return jaxpr.jaxpr if type(jaxpr).__name__ == "ClosedJaxpr" else jaxpr
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Return whether a parameter of an equation is a jaxpr, closed or not."""
+    return type(value).__name__ in ("Jaxpr", "ClosedJaxpr")
+
+
+def with_jaxpr(closed: Any, jaxpr: Any) -> Any:
+    """Return `closed` with its open jaxpr replaced, constants kept."""
+    if type(closed).__name__ == "ClosedJaxpr":
+        return closed.replace(jaxpr=jaxpr)
+    return jaxpr
+
+
+def jaxpr_function(closed: Any) -> Callable[..., list[Any]]:
+    """Return a function that evaluates a closed jaxpr on flat arguments."""
+    return jex.jaxpr_as_fun(closed)
+
+
+def bound_name(eqn: Any) -> str | None:
+    """Return the name that a `checkpoint_name` equation gives, else None."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    inner = eqn.params.get("_prim")
+    return inner.name if type(inner).__name__.startswith("CheckpointName") else None
+
+
+def rename(eqn: Any, name: str) -> Any:
+    """Return a `checkpoint_name` equation that gives another name."""
+    if eqn.primitive.name == "name":
+        return eqn.replace(params=dict(eqn.params, name=name))
+    inner = type(eqn.params["_prim"])(name, eqn.invars[0].aval)
+    return eqn.replace(params=dict(eqn.params, _prim=inner))
+
+
+def name_equation(variable: Any, named: Any, name: str, like: Any) -> Any:
+    """Return an equation `named = checkpoint_name(variable, name)`, placed as `like`."""
+    aval = variable.aval
+    abstract = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    template = open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, name))(abstract))
+    eqn = template.eqns[0]
+    params = eqn.params
+    if "_prim" in params:
+        params = dict(params, _prim=type(params["_prim"])(name, aval))
+    return jex.new_jaxpr_eqn(
+        [variable], [named], eqn.primitive, params, eqn.effects, like.source_info
+    )
+
+
+def new_variable(like: Any) -> Any:
+    """Return a fresh variable of the same type."""
+    return Var(like.aval)
+
+
+def is_drop(variable: Any) -> bool:
+    """Return whether an output of an equation is thrown away."""
+    return type(variable).__name__ == "DropVar"
+
+
+def remat_parameters(eqn: Any) -> dict[str, Any] | None:
+    """Return jaxpr, policy, `prevent_cse` of a rematerialised call, else None."""
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):
+        return eqn.params
+    inner = eqn.params.get("_prim")
+    return inner.params if type(inner).__name__ == "RematTraced" else None
+
+
+def inner_jaxprs(eqn: Any) -> dict[str, Any]:
+    """Return the jaxprs that an equation runs, by parameter name.
+
+    Branches of a `cond` come as `branches[0]`, `branches[1]`, ... A `custom_vjp` call
+    gives its primal function; its forward rule is `forward_rule`.
+    """
+    if "_prim" in eqn.params:
+        inner = getattr(eqn.params["_prim"], "params", {})
+        return {k: v for k, v in inner.items() if is_jaxpr(v)}
+    found: dict[str, Any] = {}
+    for key, value in eqn.params.items():
+        if is_jaxpr(value):
+            found[key] = value
+        elif isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
+            found.update({f"{key}[{i}]": v for i, v in enumerate(value)})
+    return found
+
+
+def replace_inner(eqn: Any, replaced: dict[str, Any]) -> Any:
+    """Return the equation with some of its `inner_jaxprs` replaced."""
+    if not replaced:
+        return eqn
+    params: dict[str, Any] = dict(eqn.params)
+    for key, value in replaced.items():
+        if "[" in key:
+            base, index = key[:-1].split("[")
+            items = list(params[base])
+            items[int(index)] = value
+            params[base] = tuple(items)
+        else:
+            params[key] = value
+    return eqn.replace(params=params)
+
+
+def forward_rule(eqn: Any) -> tuple[Any, list[Any], int] | None:
+    """Return a `custom_vjp` call's traced forward rule, or None for other equations.
+
+    Returns:
+        The open jaxpr of the rule, whose outputs are the residuals it makes followed by
+        the call's outputs; its constants; and the number of those residuals.
+    """
+    if eqn.primitive.name != "custom_vjp_call":
+        return None
+    constants = eqn.params["num_consts"]
+    nonzeros = (True,) * (len(eqn.invars) - constants)
+    jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzeros)
+    jaxpr = open_jaxpr(jaxpr)
+    return jaxpr, list(consts), len(jaxpr.outvars) - len(eqn.outvars)
+
+
+def with_forward_rule(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a `custom_vjp` call whose forward rule is `change(open jaxpr)`."""
+    original = eqn.params["fwd_jaxpr_thunk"]
+
+    def changed(*nonzeros: bool) -> tuple[Any, Sequence[Any]]:
+        jaxpr, consts = original.call_wrapped(*nonzeros)
+        return with_jaxpr(jaxpr, change(open_jaxpr(jaxpr))), consts
+
+    thunk = _lu.wrap_init(changed, debug_info=original.debug_info)
+    return eqn.replace(params=dict(eqn.params, fwd_jaxpr_thunk=thunk))
+
+
+def source_line(eqn: Any) -> str:
+    """Return `file:line (function)` of the user's code that made an equation."""
+    return _source_info_util.summarize(eqn.source_info)
+
+
+def scope(eqn: Any) -> str:
+    """Return the name stack of an equation (`jax.named_scope`, flax module path)."""
+    return str(eqn.source_info.name_stack)
+
+
+def memory_space(aval: Any) -> str:
+    """Return `"host"` for a value whose type says host memory, else `"device"`."""
+    space = str(getattr(aval, "memory_space", "device")).lower()
+    return "host" if "host" in space else "device"
+
+
+def nbytes(aval: Any) -> int:
+    """Return the bytes of a value of this type on one device.
+
+    A typed random key counts its words; a type without a dtype (a token) counts nothing.
+    """
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return aval.size * key.size * key.dtype.itemsize
+    return aval.size * dtype.itemsize
+
+
+def version() -> tuple[int, ...]:
+    """Return JAX's version as numbers, (0, 12, 0) for `0.12.0.1`."""
+    return jax.version.__version_info__[:3]
+
+
+_mark_p = jex.Primitive("jaxckpt_mark")
+_mark_p.def_impl(lambda x, *, index: x)
+_mark_p.def_abstract_eval(lambda x, *, index: x)
+
+
+def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, index: int) -> Any:
+    return _mark_p.bind(primals[0], index=index), tangents[0]
+
+
+_ad.primitive_jvps[_mark_p] = _mark_jvp
+
+
+def mark_equation(variable: Any, marked: Any, index: int, like: Any) -> Any:
+    """Return an identity equation that carries a number through differentiation.
+
+    Unlike a name it is an operation as any other to both remat engines: it is in the
+    backward program exactly where the value is computed there again.
+    """
+    params = {"index": index}
+    return jex.new_jaxpr_eqn(
+        [variable], [marked], _mark_p, params, set(), like.source_info
+    )
+
+
+def mark_index(eqn: Any) -> int | None:
+    """Return the number of a `mark_equation`, else None."""
+    return eqn.params["index"] if eqn.primitive is _mark_p else None

@@ -1,0 +1,41 @@
+"""The errors that users see: each says what was given, the rule, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxckptError(Exception):
+    """Base of every error that jaxckpt raises about a user's input or program."""
+
+
+class PolicyError(JaxckptError, ValueError):
+    """A policy that cannot be parsed, expressed or matched to the program."""
+
+
+class WorkloadError(JaxckptError, ValueError):
+    """A workload that cannot be found, called or traced."""
+
+
+class DeviceError(JaxckptError, ValueError):
+    """A device that is unknown, or cannot be compiled for here."""
+
+
+class CompileError(JaxckptError, RuntimeError):
+    """The compiler failed, crashed, hung or ran out of memory in its own process."""
+
+
+def did_you_mean(given: str, valid: Iterable[str]) -> str:
+    """Return the sentence part that helps after a wrong name: near matches, then all.
+
+    Example:
+        >>> did_you_mean("h1000", ["h100-80gb", "h200"])
+        'Did you mean `h100-80gb` or `h200`? Valid: h100-80gb, h200.'
+        >>> did_you_mean("zzz", ["full", "none"])
+        'Valid: full, none.'
+    """
+    names = sorted(valid)
+    close = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(f'`{c}`' for c in close)}? " if close else ""
+    return f"{hint}Valid: {', '.join(names) if names else '(none)'}."

@@ -1,0 +1,137 @@
+"""A policy's choice among the values of one layer, checked against what is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _jax
+from ..errors import PolicyError, did_you_mean
+from ..policy_algebra import Decision, Everything, Policy, matches
+from .reads import find_reads
+from .tag import tag, tag_names
+from .values import Values, find_values
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layer with the chosen values named.
+
+    Attributes:
+        closed: The layer's closed jaxpr, tagged.
+        saved: Names of the values kept on the device.
+        offloaded: Names of the values moved to host memory.
+        in_rules: Those of them that are named inside a `custom_vjp` forward rule.
+    """
+
+    closed: Any
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    in_rules: tuple[str, ...]
+
+
+def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Chosen:
+    """Apply a policy to a layer: choose, drop what is the same bytes twice, tag.
+
+    Args:
+        closed: Closed jaxpr of the layer.
+        policy: The rule.
+        where: What to call the layer in an error.
+        check: Whether a pattern without effect is an error.
+
+    Raises:
+        PolicyError: For a pattern that matches nothing, or only values that nothing
+            reads again.
+    """
+    if isinstance(policy, Everything):
+        return Chosen(closed, (), (), ())
+    values = find_values(closed)
+    if check:
+        check_patterns(policy, values, find_reads(values, closed), where)
+    candidates = [v.candidate for v in values.items]
+    choice = one_of_each(values, policy.choose(candidates, values.same_data))
+    names = tag_names(values, choice)
+    tagged = tag(closed, {values.items[i].place: name for i, name in names.items()})
+
+    def of(decision: Decision) -> tuple[str, ...]:
+        return tuple(n for i, n in names.items() if choice[i] is decision)
+
+    in_rules = tuple(n for i, n in names.items() if values.items[i].in_rule)
+    return Chosen(tagged, of(Decision.SAVE), of(Decision.OFFLOAD), in_rules)
+
+
+def one_of_each(values: Values, choice: Mapping[int, Decision]) -> dict[int, Decision]:
+    """Keep one of the values that are views of the same bytes.
+
+    The decision of a value that the program names goes first, since what follows reads
+    that one. Where a `custom_vjp` backward rule reads the bytes, the rule's own value is
+    kept, so that the rule is not run again for it; else the chosen one nearest the root.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index in sorted(choice):
+        groups[values.root(index)].append(index)
+    kept = {}
+    for root, members in groups.items():
+        named = [i for i in members if values.items[i].name is not None]
+        decision = choice[(named or members)[0]]
+        same = [i for i in members if choice[i] is decision]
+        kept[root if values.is_rule_residual(root) else same[0]] = decision
+    return kept
+
+
+def check_patterns(
+    policy: Policy, values: Values, reads: Collection[int], where: str
+) -> None:
+    """Raise `PolicyError` for a name pattern that has no effect."""
+    names = {v.name for v in values.items if v.name is not None}
+    read = {v.name for i, v in enumerate(values.items) if v.name and i in reads}
+    for pattern in policy.patterns():
+        _check_pattern(pattern, names, read, where)
+    for group in policy.optional_patterns():
+        if not any(matches(p, name) for p in group for name in read):
+            raise PolicyError(
+                f"None of the names of `{policy}` ({', '.join(group)}) is on a value that "
+                f"the backward pass of {where} reads. Names read there: "
+                f"{', '.join(sorted(read)) or '(none)'}."
+            )
+
+
+def _check_pattern(
+    pattern: str, names: set[str], read: set[str], where: str
+) -> None:
+    if any(matches(pattern, name) for name in read):
+        return
+    if not names:
+        raise PolicyError(
+            f"`{pattern}` names a value of {where}, but that has no named values. Name "
+            "them by `x = jax.ad_checkpoint.checkpoint_name(x, name)`, and use the result."
+        )
+    unread = sorted(name for name in names if matches(pattern, name))
+    if unread:
+        raise PolicyError(
+            f"`{pattern}` matches `{', '.join(unread)}` of {where}, which neither its "
+            "backward pass nor a recomputation reads: keeping it saves nothing. Name the "
+            f"layer's input instead, or use one of: {', '.join(sorted(read))}."
+        )
+    raise PolicyError(
+        f"`{pattern}` matches no named value of {where}. {did_you_mean(pattern, names)}"
+    )
+
+
+def refuse_unseen(chosen: Chosen, policy: Policy, where: str) -> None:
+    """Raise `PolicyError` where JAX's new remat engine would not see the names."""
+    if not _jax.remat3_enabled():
+        return
+    if _jax.version() < (0, 12):
+        raise PolicyError(
+            f"JAX_REMAT3 of jax {'.'.join(map(str, _jax.version()))} does not follow "
+            "policies of names everywhere. Switch it off, or use jax 0.12 or newer."
+        )
+    if chosen.in_rules:
+        raise PolicyError(
+            f"`{policy}` keeps {', '.join(f'`{n}`' for n in chosen.in_rules)} inside a "
+            f"`custom_vjp` forward rule of {where}, which JAX_REMAT3 does not see: it "
+            "would be computed again in silence. Switch JAX_REMAT3 off for this policy."
+        )

@@ -1,0 +1,197 @@
+"""Gradient programs of a function, traced: what is kept, what runs again, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """A function traced together with the residuals of its backward pass.
+
+    Attributes:
+        closed: Closed jaxpr of the flat arguments -> outputs, then residuals.
+        num_outputs: How many outputs come before the residuals.
+    """
+
+    closed: Any
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class Differentiable:
+    """A function of flat arguments, split by what is differentiated.
+
+    Attributes:
+        fn: `fn(*leaves) -> list of output leaves`.
+        leaves: Abstract argument leaves, in order.
+        wrt: Positions of the leaves that are differentiated.
+        has_aux: Whether only the first output leaf is differentiated.
+    """
+
+    fn: Callable[..., list[Any]]
+    leaves: tuple[Any, ...]
+    wrt: tuple[int, ...]
+    has_aux: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        args: Sequence[PyTree],
+        argnums: int | Sequence[int] | None,
+        has_aux: bool = False,
+    ) -> Differentiable:
+        """Flatten a function; `argnums=None` differentiates every inexact argument."""
+        leaves, tree = jax.tree.flatten(tuple(args))
+        chosen = range(len(args)) if argnums is None else _tuple(argnums)
+        wrt, start = [], 0
+        for number, argument in enumerate(args):
+            stop = start + len(jax.tree.leaves(argument))
+            if number in chosen:
+                wrt += [i for i in range(start, stop) if is_inexact(leaves[i])]
+            start = stop
+
+        def flat(*values: Any) -> list[Any]:
+            return jax.tree.leaves(fn(*jax.tree.unflatten(tree, values)))
+
+        return cls(flat, tuple(map(abstract, leaves)), tuple(wrt), has_aux)
+
+    def with_fn(self, fn: Callable[..., list[Any]]) -> Differentiable:
+        """Return the same split of another function of the same arguments."""
+        return Differentiable(fn, self.leaves, self.wrt, self.has_aux)
+
+    def jaxpr(self) -> Any:
+        """Trace the function itself."""
+        return jax.make_jaxpr(self.fn)(*self.leaves)
+
+    def linearized(self) -> Linearized:
+        """Trace the forward pass with its residuals: what `jax.vjp`'s closure holds."""
+        count = []
+
+        def forward(*leaves: Any) -> list[Any]:
+            outputs, vjp = self._vjp(leaves)
+            count.append(len(outputs))
+            return [*outputs, *jax.tree.leaves(vjp)]
+
+        closed = jax.make_jaxpr(forward)(*self.leaves)
+        return Linearized(closed, count[-1])
+
+    def gradient(self) -> Any:
+        """Trace forward and backward pass: outputs, then gradients, for ones as cotangents."""
+
+        def both(*leaves: Any) -> list[Any]:
+            outputs, vjp = self._vjp(leaves)
+            differentiated = self._differentiated(outputs)
+            cotangents = [jnp.ones(o.shape, o.dtype) for o in differentiated]
+            return [*outputs, *jax.tree.leaves(vjp(cotangents))]
+
+        return jax.make_jaxpr(both)(*self.leaves)
+
+    def _vjp(self, leaves: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
+        def of_chosen(*chosen: Any) -> tuple[list[Any], list[Any]]:
+            filled = list(leaves)
+            for position, value in zip(self.wrt, chosen, strict=True):
+                filled[position] = value
+            outputs = self.fn(*filled)
+            return self._differentiated(outputs), outputs
+
+        chosen = [leaves[i] for i in self.wrt]
+        _, vjp, outputs = jax.vjp(of_chosen, *chosen, has_aux=True)
+        return outputs, vjp
+
+    def _differentiated(self, outputs: Sequence[Any]) -> list[Any]:
+        wanted = outputs[:1] if self.has_aux else outputs
+        return [o for o in wanted if is_inexact(o)]
+
+
+def without_remat(closed: Any) -> Callable[..., list[Any]]:
+    """Return the program as a function with each `jax.checkpoint` in it taken away."""
+    jaxpr = _inlined(_jax.open_jaxpr(closed))
+    return _jax.jaxpr_function(_jax.with_jaxpr(closed, jaxpr))
+
+
+def _inlined(jaxpr: Any) -> Any:
+    """Put the equations of rematerialised calls in the place of the calls."""
+    equations: list[Any] = []
+    renamed: dict[Any, Any] = {}
+
+    def current(atom: Any) -> Any:
+        known = not isinstance(atom, _jax.Literal) and atom in renamed
+        return renamed[atom] if known else atom
+
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[current(v) for v in eqn.invars])
+        parameters = _jax.remat_parameters(eqn)
+        if parameters is None:
+            inner = {
+                key: _jax.with_jaxpr(value, _inlined(_jax.open_jaxpr(value)))
+                for key, value in _jax.inner_jaxprs(eqn).items()
+                if has_remat(value)
+            }
+            equations.append(_jax.replace_inner(eqn, inner))
+            continue
+        body = _fresh(_inlined(_jax.open_jaxpr(parameters["jaxpr"])), eqn.invars)
+        equations += body[0]
+        renamed.update(zip(eqn.outvars, body[1], strict=True))
+    return jaxpr.replace(eqns=equations, outvars=[current(v) for v in jaxpr.outvars])
+
+
+def _fresh(jaxpr: Any, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return a body's equations over new variables, and what stands for its outputs."""
+    names = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def get(atom: Any) -> Any:
+        return atom if isinstance(atom, _jax.Literal) else names.get(atom, atom)
+
+    equations = []
+    for eqn in jaxpr.eqns:
+        inputs = [get(v) for v in eqn.invars]
+        for variable in eqn.outvars:
+            if not _jax.is_drop(variable):
+                names[variable] = _jax.new_variable(variable)
+        outputs = [get(v) for v in eqn.outvars]
+        equations.append(eqn.replace(invars=inputs, outvars=outputs))
+    return equations, [get(v) for v in jaxpr.outvars]
+
+
+def has_remat(closed: Any) -> bool:
+    """Return whether a `jax.checkpoint` stands anywhere in a program."""
+    return any(
+        _jax.remat_parameters(eqn) is not None
+        or any(map(has_remat, _jax.inner_jaxprs(eqn).values()))
+        for eqn in _jax.open_jaxpr(closed).eqns
+    )
+
+
+def abstract(leaf: Any) -> Any:
+    """Return the shape and dtype of an argument leaf, sharding kept where it has one."""
+    if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+        return leaf
+    return struct_of(jax.typeof(leaf), getattr(leaf, "sharding", None))
+
+
+def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Return an abstract array of a type, with what makes it vary over a mesh."""
+    varying = {"vma": aval.vma} if getattr(aval, "vma", None) else {}
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type, **varying
+    )
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Return whether a leaf has a gradient: floating or complex, not integer or key."""
+    return jax.dtypes.issubdtype(jax.typeof(leaf).dtype, jnp.inexact)
+
+
+def _tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)

@@ -1,0 +1,42 @@
+"""Which values the backward pass, or a recomputation for it, reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from .. import _jax
+from .gradient import Differentiable, struct_of
+from .tag import mark
+from .values import Values
+
+
+def find_reads(values: Values, closed: Any) -> frozenset[int]:
+    """Return the values that are worth keeping in a rematerialised program.
+
+    Every value gets a numbered mark, the program is rematerialised whole and JAX's own
+    dead code elimination decides: a mark that is still in the backward program is read.
+    A value that is not among them (the last projection of a layer, whose sum the layer
+    returns) costs memory when kept and saves nothing.
+
+    Args:
+        values: `find_values(closed)`.
+        closed: A closed jaxpr whose inexact inputs are all differentiated.
+    """
+    numbers = {v.place: i for i, v in enumerate(values.items)}
+    marked = _jax.jaxpr_function(mark(closed, numbers))
+    arguments = [struct_of(v.aval) for v in _jax.open_jaxpr(closed).invars]
+    split = Differentiable.of(jax.checkpoint(marked), arguments, None)
+    return frozenset(_marks_in_remat(split.gradient(), inside=False))
+
+
+def _marks_in_remat(closed: Any, inside: bool) -> Iterator[int]:
+    for eqn in _jax.open_jaxpr(closed).eqns:
+        index = _jax.mark_index(eqn)
+        if inside and index is not None:
+            yield index
+        here = inside or _jax.remat_parameters(eqn) is not None
+        for inner in _jax.inner_jaxprs(eqn).values():
+            yield from _marks_in_remat(inner, here)

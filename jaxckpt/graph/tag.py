@@ -1,0 +1,116 @@
+"""Names for chosen values: what makes a policy exact.
+
+`tag` returns the same program in which each chosen value carries a name that no other
+value carries, also inside `jit`, `scan` and the forward rules of `custom_vjp` calls. A
+policy made of those names then keeps exactly the chosen values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .. import _jax
+from .values import FORWARD_RULE, Path, Place, Values
+
+
+def tag_names(values: Values, indices: Iterable[int]) -> dict[int, str]:
+    """Return a readable, unique and stable name for each chosen value.
+
+    It is the name that the program gave (to the value or a view of it), or else the name
+    stack and the operation; equal ones are numbered from the second on, in the order of
+    the program.
+    """
+    known_as: dict[int, str] = {}
+    for index, value in enumerate(values.items):
+        if value.name is not None:
+            known_as.setdefault(values.root(index), value.name)
+    used: dict[str, int] = defaultdict(int)
+    names = {}
+    for index in sorted(indices):
+        value = values.items[index]
+        base = value.name or known_as.get(index)
+        base = base or "/".join(filter(None, (value.scope, value.primitive)))
+        used[base] += 1
+        names[index] = base if used[base] == 1 else f"{base}#{used[base]}"
+    return names
+
+
+def tag(closed: Any, names: Mapping[Place, str]) -> Any:
+    """Return the program with the values at the given places named.
+
+    Args:
+        closed: A closed jaxpr.
+        names: Name by place (`Value.place`). A value that has a name gets this one
+            instead; any other value with a name that is in use here loses it.
+    """
+    taken = frozenset(names.values())
+
+    def insert(eqn: Any, wanted: Mapping[int, str]) -> list[Any]:
+        own = _jax.bound_name(eqn)
+        if own is not None:
+            name = wanted.get(0, f"{own}~" if own in taken else own)
+            return [eqn if name == own else _jax.rename(eqn, name)]
+        return _followed(eqn, wanted, _jax.name_equation)
+
+    return _Inserter(names, insert).program(closed)
+
+
+def mark(closed: Any, numbers: Mapping[Place, int]) -> Any:
+    """Return the program with a numbered mark on the values at the given places."""
+
+    def insert(eqn: Any, wanted: Mapping[int, int]) -> list[Any]:
+        return _followed(eqn, wanted, _jax.mark_equation)
+
+    return _Inserter(numbers, insert).program(closed)
+
+
+def _followed(eqn: Any, wanted: Mapping[int, Any], make: Any) -> list[Any]:
+    """Return the equation, and one after it for each wanted output."""
+    if not wanted:
+        return [eqn]
+    outputs = list(eqn.outvars)
+    after = []
+    for index, label in wanted.items():
+        raw = _jax.new_variable(outputs[index])
+        after.append(make(raw, outputs[index], label, eqn))
+        outputs[index] = raw
+    return [eqn.replace(outvars=outputs), *after]
+
+
+class _Inserter:
+    """Walks a program and puts equations behind those at given places."""
+
+    def __init__(self, labels: Mapping[Place, Any], insert: Any) -> None:
+        self.labels: dict[Path, dict[int, Any]] = defaultdict(dict)
+        for (path, index), label in labels.items():
+            self.labels[path][index] = label
+        self.insert = insert
+
+    def program(self, closed: Any) -> Any:
+        return _jax.with_jaxpr(closed, self.jaxpr(_jax.open_jaxpr(closed), ()))
+
+    def jaxpr(self, jaxpr: Any, path: Path) -> Any:
+        equations = []
+        for number, eqn in enumerate(jaxpr.eqns):
+            here = (*path, number)
+            wanted = self.labels.get(here, {})
+            equations.extend(self.insert(self._opened(eqn, here), wanted))
+        if [*map(id, equations)] == [*map(id, jaxpr.eqns)]:
+            return jaxpr
+        return jaxpr.replace(eqns=equations)
+
+    def _opened(self, eqn: Any, here: Path) -> Any:
+        if eqn.primitive.name == "custom_vjp_call":
+            inside = (*here, FORWARD_RULE)
+            return _jax.with_forward_rule(eqn, lambda j: self.jaxpr(j, inside))
+        if _jax.remat_parameters(eqn) or eqn.primitive.name.startswith("custom_jvp"):
+            return eqn
+        replaced = {}
+        for key, inner in _jax.inner_jaxprs(eqn).items():
+            jaxpr = _jax.open_jaxpr(inner)
+            changed = self.jaxpr(jaxpr, (*here, key))
+            if changed is not jaxpr:
+                replaced[key] = _jax.with_jaxpr(inner, changed)
+        return _jax.replace_inner(eqn, replaced)

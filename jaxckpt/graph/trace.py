@@ -1,0 +1,166 @@
+"""`trace`: what a function computes, keeps and computes again, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .. import _jax
+from .flops import Flops, count_flops, equations, matmul_flops
+from .gradient import Differentiable, without_remat
+from .residuals import Residual, find_residuals
+from .values import Value, find_values
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One operation of the program, inner ones included.
+
+    Attributes:
+        primitive: Its name.
+        flops: Matmul FLOPs of all its runs.
+        bytes: Bytes it reads and writes, of all its runs.
+        times: How often it runs (lengths of the scans around it).
+        name: The name given by `checkpoint_name`, where it is one.
+        source: `file:line (function)`.
+        scope: Name stack.
+    """
+
+    primitive: str
+    flops: int
+    bytes: int
+    times: int
+    name: str | None
+    source: str
+    scope: str
+
+
+class Graph:
+    """A traced function: its values, equations, residuals and costs.
+
+    Build one by `trace`. Everything is worked out from jaxprs when first asked for;
+    residuals come from JAX's own linearisation.
+    """
+
+    def __init__(self, split: Differentiable) -> None:
+        self._split = split
+
+    @cached_property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the function over its flat arguments."""
+        return self._split.jaxpr()
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """The forward values that could be kept, in the order of the program."""
+        return find_values(self.jaxpr).items
+
+    @cached_property
+    def equations(self) -> tuple[Equation, ...]:
+        """Every operation that runs, inner ones in place of the calls that hold them."""
+        return tuple(
+            _equation(eqn, times)
+            for eqn, times in equations(self.jaxpr)
+            if not _jax.inner_jaxprs(eqn)
+        )
+
+    @cached_property
+    def residuals(self) -> tuple[Residual, ...]:
+        """The arrays that the backward pass reads, arguments included and marked."""
+        return find_residuals(self._split.linearized())
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of the residuals on the device, arguments and views of them left out."""
+        kept = (r for r in self.residuals if not r.argument and r.decision == "save")
+        return sum(r.bytes for r in kept)
+
+    @cached_property
+    def work(self) -> Flops:
+        """Work of the forward pass."""
+        return count_flops(self.jaxpr)
+
+    @property
+    def forward_flops(self) -> int:
+        """Matmul FLOPs of the forward pass."""
+        return self.work.matmul
+
+    @cached_property
+    def gradient_flops(self) -> int:
+        """Matmul FLOPs of forward and backward pass together, recomputation included."""
+        return matmul_flops(self._split.gradient())
+
+    @cached_property
+    def recompute_flops(self) -> int:
+        """Matmul FLOPs that run again: those of the gradient beyond it without remat."""
+        if not self.has_remat:
+            return 0
+        plain = self._split.with_fn(without_remat(self.jaxpr))
+        return self.gradient_flops - matmul_flops(plain.gradient())
+
+    @cached_property
+    def has_remat(self) -> bool:
+        """Whether the program uses `jax.checkpoint` anywhere."""
+        return any(_jax.remat_parameters(e) for e, _ in equations(self.jaxpr))
+
+    @cached_property
+    def scanned_layers(self) -> int:
+        """Length of the longest scan that holds a matmul, 0 where there is none."""
+        lengths = (
+            eqn.params["length"]
+            for eqn, _ in equations(self.jaxpr)
+            if eqn.primitive.name == "scan" and matmul_flops(eqn.params["jaxpr"])
+        )
+        return max(lengths, default=0)
+
+    def scopes(self, prefix: str) -> tuple[str, ...]:
+        """Return what stands in brackets in `named_scope("prefix[...]")`, each once."""
+        marks = (part for e, _ in equations(self.jaxpr) for part in _jax.scope(e).split("/"))
+        found = (m.removeprefix(f"{prefix}[")[:-1] for m in marks if m.startswith(prefix))
+        return tuple(dict.fromkeys(found))
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+) -> Graph:
+    """Trace a function for what its gradient keeps and costs.
+
+    Args:
+        fn: The function; its outputs are arrays or trees of arrays.
+        args: Its arguments; arrays may be abstract (`jax.ShapeDtypeStruct`).
+        argnums: Which arguments are differentiated, as in `jax.grad`; None for all that
+            hold floating values.
+        has_aux: Whether only the first output is differentiated, as in `jax.grad`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+        >>> graph = trace(lambda w, x: jnp.sum(jnp.tanh(x @ w)), w, x)
+        >>> graph.forward_flops
+        512
+        >>> [(r.primitive, r.bytes) for r in graph.residuals if not r.argument]
+        [('tanh', 128)]
+    """
+    return Graph(Differentiable.of(fn, args, argnums, has_aux))
+
+
+def _equation(eqn: Any, times: int) -> Equation:
+    from ..matmul import find_matmul
+
+    inputs = [v.aval for v in eqn.invars]
+    outputs = [v.aval for v in eqn.outvars]
+    matmul = find_matmul(eqn.primitive.name)
+    return Equation(
+        primitive=eqn.primitive.name,
+        flops=times * matmul.flops(inputs, outputs, eqn.params) if matmul else 0,
+        bytes=times * sum(map(_jax.nbytes, inputs + outputs)),
+        times=times,
+        name=_jax.bound_name(eqn),
+        source=_jax.source_line(eqn),
+        scope=_jax.scope(eqn),
+    )

@@ -1,0 +1,296 @@
+"""Every value of a program that could be kept, and which of them hold the same data.
+
+A jaxpr is walked once. `jit`, `scan`, `cond`, `while`, `shard_map` and the forward rules of
+`custom_vjp` calls are opened. A value's place is a path, the same at each re-tracing:
+equation numbers, with the name of the parameter that holds an inner jaxpr in between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from .. import _jax
+from ..matmul import find_matmul
+from ..policy_algebra import Candidate
+
+Path = tuple[Any, ...]
+Place = tuple[Path, int]
+"""Path of an equation, and the number of its output."""
+
+Key = tuple[Path, Any]
+"""Path of a jaxpr, and a variable in it."""
+
+FORWARD_RULE = "forward rule"
+
+VIEWS = frozenset(
+    ("name", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient")
+    + ("reduce_precision", "pvary", "optimization_barrier", "call_hi_primitive")
+)
+"""Primitives whose output is the input's bytes, seen in another shape."""
+
+SAME_DATA = VIEWS | {
+    "convert_element_type",
+    "broadcast_in_dim",
+    "sharding_constraint",
+    "reshard",
+    "device_put",
+}
+"""Primitives whose output can be had again from the input at no product's cost."""
+
+# What fused attention calls return, under the standard names of a transformer layer.
+_IMPLIED_NAMES = {
+    (f"dot_product_attention_fwd{suffix}", index): name
+    for suffix in ("", "_wrapper")
+    for index, name in enumerate(("context", "context_lse"))
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value that could be kept.
+
+    Attributes:
+        place: Where it is made (`Place`).
+        name: The name that the program gave it, if any.
+        primitive: What makes it.
+        dot: `"batched"`, `"unbatched"` or None (see `Candidate`).
+        shape: Its shape, of one layer where it is made inside a scan.
+        dtype: Its dtype's name.
+        bytes: Its bytes on one device, of one layer where it is made inside a scan.
+        times: How often it is made (the product of the lengths of the scans around it).
+        source: `file:line (function)` that made it.
+        scope: Name stack: `jax.named_scope`s and flax module path.
+        in_rule: Whether it is made inside a `custom_vjp` forward rule.
+    """
+
+    place: Place
+    name: str | None
+    primitive: str
+    dot: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    times: int
+    source: str
+    scope: str
+    in_rule: bool
+
+    @property
+    def candidate(self) -> Candidate:
+        """What a policy is told about it."""
+        return Candidate(self.name, self.dot, self.bytes)
+
+
+class Values:
+    """All values of a program, with the links between those that hold the same data.
+
+    Inside, a value goes by its key: the path of its jaxpr and its variable.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, Value] = {}
+        self._links: dict[Key, list[tuple[Key, str | None]]] = defaultdict(list)
+        self._view_of: dict[Key, Key] = {}
+        self._rule_residuals: set[Key] = set()
+
+    @cached_property
+    def items(self) -> tuple[Value, ...]:
+        """The values in the order of the program."""
+        return tuple(self._by_key.values())
+
+    @cached_property
+    def _keys(self) -> tuple[Key, ...]:
+        return tuple(self._by_key)
+
+    @cached_property
+    def _index(self) -> dict[Key, int]:
+        return {key: i for i, key in enumerate(self._by_key)}
+
+    def same_data(self, index: int) -> Iterator[int]:
+        """Yield the values that hold the data of value `index`, itself included.
+
+        Links are followed both ways, but not across a name other than its own: a value
+        that the program names apart is a value of its own.
+        """
+        own = self.items[index].name
+        seen = {self._keys[index]}
+        queue = [self._keys[index]]
+        while queue:
+            key = queue.pop()
+            if key in self._index:
+                yield self._index[key]
+            for other, name in self._links[key]:
+                if other not in seen and (name is None or own is None or name == own):
+                    seen.add(other)
+                    queue.append(other)
+
+    def root(self, index: int) -> int:
+        """Return the value that `index` is a view of, or `index` itself."""
+        found = index
+        for key in self._views(self._keys[index]):
+            found = self._index.get(key, found)
+        return found
+
+    def is_rule_residual(self, index: int) -> bool:
+        """Return whether a `custom_vjp` backward rule reads the value."""
+        return self._keys[index] in self._rule_residuals
+
+    def _views(self, key: Key) -> Iterator[Key]:
+        """Yield the keys that `key` is a view of, nearest first."""
+        while key in self._view_of:
+            key = self._view_of[key]
+            yield key
+
+    def add(self, key: Key, value: Value) -> None:
+        """Add a value."""
+        self._by_key[key] = value
+
+    def link(self, key: Key, to: Key, name: str | None = None, view: bool = True) -> None:
+        """Say that `to` holds the data of `key`, under a name if a name is given."""
+        self._links[key].append((to, name))
+        self._links[to].append((key, name))
+        if view:
+            self._view_of[to] = key
+
+    def close_rule(self, first: int, outputs: Sequence[Key], times: int, dot: str | None):
+        """Keep, of the values of a forward rule, those that are worth keeping.
+
+        They are its residuals and outputs (and what these are views of) and what it
+        names outside its loops: the backward rule reads nothing else.
+
+        Args:
+            first: The number of values before the rule was opened.
+            outputs: Keys of what the rule returns.
+            times: How often the rule is run.
+            dot: What kind of product the rule contains.
+        """
+        wanted = {k for key in outputs for k in (key, *self._views(key))}
+        for key, value in list(self._by_key.items())[first:]:
+            named = value.name is not None and value.times == times
+            if key in wanted:
+                self._by_key[key] = replace(value, in_rule=True, dot=value.dot or dot)
+            elif named:
+                self._by_key[key] = replace(value, in_rule=True)
+            else:
+                del self._by_key[key]
+
+    def mark_residual(self, key: Key) -> None:
+        """Say that a `custom_vjp` backward rule reads the value of `key`."""
+        self._rule_residuals.update((key, *self._views(key)))
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+
+def find_values(closed: Any) -> Values:
+    """Return every value of a closed jaxpr that could be kept."""
+    values = Values()
+    _walk(values, _jax.open_jaxpr(closed), (), 1)
+    return values
+
+
+def _walk(values: Values, jaxpr: Any, path: Path, times: int) -> None:
+    for number, eqn in enumerate(jaxpr.eqns):
+        _visit(values, eqn, path, (*path, number), times)
+
+
+def _visit(values: Values, eqn: Any, path: Path, here: Path, times: int) -> None:
+    primitive = eqn.primitive.name
+    if primitive == "custom_vjp_call":
+        _visit_custom_vjp(values, eqn, path, here, times)
+        return
+    if _jax.remat_parameters(eqn) is None and not primitive.startswith("custom_jvp"):
+        for key, inner in _jax.inner_jaxprs(eqn).items():
+            length = eqn.params.get("length", 1) if primitive == "scan" else 1
+            _walk(values, _jax.open_jaxpr(inner), (*here, key), times * length)
+            if primitive in ("jit", "pjit", "closed_call", "core_call"):
+                _link_call(values, eqn, _jax.open_jaxpr(inner), path, (*here, key))
+                return
+    _link_same_data(values, eqn, path)
+    for index, variable in enumerate(eqn.outvars):
+        if not _jax.is_drop(variable):
+            _add(values, eqn, (path, variable), (here, index), times)
+
+
+def _visit_custom_vjp(
+    values: Values, eqn: Any, path: Path, here: Path, times: int
+) -> None:
+    """Open the forward rule: it is what runs where a gradient is taken."""
+    rule = _jax.forward_rule(eqn)
+    assert rule is not None
+    jaxpr, _, num_residuals = rule
+    inside = (*here, FORWARD_RULE)
+    first = len(values)
+    _walk(values, jaxpr, inside, times)
+    outputs = [(inside, v) for v in jaxpr.outvars if not isinstance(v, _jax.Literal)]
+    values.close_rule(first, outputs, times, contained_dot(jaxpr))
+    for variable in jaxpr.outvars[:num_residuals]:
+        if not isinstance(variable, _jax.Literal):
+            values.mark_residual((inside, variable))
+    arguments = eqn.invars[eqn.params["num_consts"] :]
+    _link_variables(values, arguments, path, jaxpr.invars, inside)
+    _link_variables(values, jaxpr.outvars[num_residuals:], inside, eqn.outvars, path)
+
+
+def _link_call(values: Values, eqn: Any, inner: Any, path: Path, inside: Path) -> None:
+    _link_variables(values, eqn.invars, path, inner.invars, inside)
+    _link_variables(values, inner.outvars, inside, eqn.outvars, path)
+
+
+def _link_variables(
+    values: Values, sources: Any, source_path: Path, targets: Any, target_path: Path
+) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if not isinstance(source, _jax.Literal) and not _jax.is_drop(target):
+            values.link((source_path, source), (target_path, target))
+
+
+def _link_same_data(values: Values, eqn: Any, path: Path) -> None:
+    if eqn.primitive.name not in SAME_DATA:
+        return
+    view = eqn.primitive.name in VIEWS
+    name = _jax.bound_name(eqn)
+    for source, target in zip(eqn.invars, eqn.outvars, strict=False):
+        if not isinstance(source, _jax.Literal) and not _jax.is_drop(target):
+            values.link((path, source), (path, target), name, view)
+
+
+def _add(values: Values, eqn: Any, key: Any, place: Place, times: int) -> None:
+    aval = key[1].aval
+    primitive = eqn.primitive.name
+    name = _jax.bound_name(eqn) or _IMPLIED_NAMES.get((primitive, place[1]))
+    value = Value(
+        place=place,
+        name=name,
+        primitive=primitive,
+        dot=_dot_of(eqn),
+        shape=tuple(getattr(aval, "shape", ())),
+        dtype=str(getattr(aval, "dtype", "")),
+        bytes=_jax.nbytes(aval),
+        times=times,
+        source=_jax.source_line(eqn),
+        scope=_jax.scope(eqn),
+        in_rule=False,
+    )
+    values.add(key, value)
+
+
+def _dot_of(eqn: Any) -> str | None:
+    matmul = find_matmul(eqn.primitive.name)
+    if matmul is None:
+        return None
+    batched = matmul.batched([v.aval for v in eqn.invars], eqn.params)
+    return "batched" if batched else "unbatched"
+
+
+def contained_dot(jaxpr: Any) -> str | None:
+    """Return `"batched"` if any dot inside is, `"unbatched"` if all are not, else None."""
+    kinds = {_dot_of(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns}
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        for inner in _jax.inner_jaxprs(eqn).values():
+            kinds.add(contained_dot(inner))
+    return "batched" if "batched" in kinds else "unbatched" if len(kinds) > 1 else None
