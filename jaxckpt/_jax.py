@@ -234,3 +234,11 @@ def mark_equation(variable: Any, marked: Any, index: int, like: Any) -> Any:
 def mark_index(eqn: Any) -> int | None:
     """Return the number of a `mark_equation`, else None."""
     return eqn.params["index"] if eqn.primitive is _mark_p else None
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))

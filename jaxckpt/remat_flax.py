@@ -143,14 +143,14 @@ def _call_with_modules(
     kwargs: Any,
     fixed: Mapping[str, Any],
 ) -> Any:
-    graphdef, state = nnx.split((args, kwargs))
+    graphdef, state, arrays = nnx.split((args, kwargs), nnx.Variable, ...)
 
-    def body(state: Any) -> Any:
-        args, kwargs = nnx.merge(graphdef, state)
+    def body(state: Any, arrays: Any) -> Any:
+        args, kwargs = nnx.merge(graphdef, state, arrays)
         out = fn(*args, **kwargs, **fixed)
-        return out, nnx.state((args, kwargs))
+        return out, nnx.state((args, kwargs), nnx.Variable)
 
-    out, updated = make(body, label)(state)
+    out, updated = make(body, label)(state, arrays)
     nnx.update((args, kwargs), updated)
     return out
 

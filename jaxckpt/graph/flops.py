@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from .. import _jax
@@ -91,8 +92,5 @@ def _repetitions(eqn: Any) -> int:
 
 def _arithmetic_results(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
-    return aval.size if dtype is not None and _is_inexact(dtype) else 0
-
-
-def _is_inexact(dtype: Any) -> bool:
-    return np.issubdtype(dtype, np.inexact) or dtype.name.startswith(("bfloat", "float"))
+    inexact = dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
+    return aval.size if inexact else 0

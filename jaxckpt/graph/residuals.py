@@ -148,7 +148,7 @@ def _through_call(eqn: Any, index: int) -> Any:
 def _through_scan(eqn: Any, index: int) -> Any:
     """A stacked output is the body's; a carried one is the scan's own result."""
     body = _jax.open_jaxpr(eqn.params["jaxpr"])
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries = _jax.scan_counts(eqn)
     if index < carries or isinstance(body.outvars[index], _jax.Literal):
         return None
     origin = _origin(body, body.outvars[index])
