@@ -6,6 +6,7 @@ extension interface (`jax.extend.core`), gets one plain function here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,13 @@ def open_jaxpr(jaxpr: Any) -> Any:
 def is_jaxpr(value: Any) -> bool:
     """Return whether a parameter of an equation is a jaxpr, closed or not."""
     return type(value).__name__ in ("Jaxpr", "ClosedJaxpr")
+
+
+def close_jaxpr(jaxpr: Any) -> Any:
+    """Return a closed jaxpr of one without constants (0.10 has a class for each)."""
+    if type(jaxpr).__name__ == "Jaxpr" and not hasattr(jaxpr, "consts"):
+        return jex.ClosedJaxpr(jaxpr, ())
+    return jaxpr
 
 
 def with_jaxpr(closed: Any, jaxpr: Any) -> Any:
@@ -128,6 +136,15 @@ def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     return found
 
 
+def called_jaxpr(eqn: Any) -> Any | None:
+    """Return the jaxpr of a plain call (`jit` and the like), else None."""
+    if eqn.primitive.name in ("jit", "pjit"):
+        return open_jaxpr(eqn.params["jaxpr"])
+    if eqn.primitive.name in ("closed_call", "core_call"):
+        return open_jaxpr(eqn.params["call_jaxpr"])
+    return None
+
+
 def replace_inner(eqn: Any, replaced: dict[str, Any]) -> Any:
     """Return the equation with some of its `inner_jaxprs` replaced."""
     if not replaced:
@@ -178,8 +195,13 @@ def source_line(eqn: Any) -> str:
 
 
 def scope(eqn: Any) -> str:
-    """Return the name stack of an equation (`jax.named_scope`, flax module path)."""
-    return str(eqn.source_info.name_stack)
+    """Return the name stack of an equation: `jax.named_scope`s and flax module path.
+
+    Flax also pushes its methods (`layers._attention`), JAX its transformations
+    (`jvp(layers)`); both are left out.
+    """
+    stack = re.sub(r"\b(jvp|transpose|vmap)\(|\)", "", str(eqn.source_info.name_stack))
+    return "/".join(p for p in stack.split("/") if p and "." not in p)
 
 
 def memory_space(aval: Any) -> str:

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .errors import PolicyError
-from .policy_algebra import Decision as Decision
-from .policy_algebra import (
+from jaxckpt.errors import PolicyError
+from jaxckpt.policy_algebra import Decision as Decision
+from jaxckpt.policy_algebra import (
     Dots,
     Everything,
     LargerThan,
     Names,
     Nothing,
 )
-from .policy_algebra import Policy as Policy
-from .units import parse_bytes
+from jaxckpt.policy_algebra import Policy as Policy
+from jaxckpt.units import parse_bytes
 
 
 def save(*names: str | Iterable[str]) -> Policy:
@@ -138,7 +138,7 @@ def parse_policy(text: str) -> Policy | None:
         Or(left=Names(names=('a', 'b,c'), decision=<Decision.SAVE: 'save'>), \
 right=Names(names=('d',), decision=<Decision.OFFLOAD: 'offload'>))
     """
-    from .policy_text import parse
+    from jaxckpt.policy_text import parse
 
     return parse(text)
 

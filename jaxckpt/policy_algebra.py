@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from . import _jax
-from .errors import PolicyError
-from .matmul import find_matmul
+from jaxckpt import _jax
+from jaxckpt.errors import PolicyError
+from jaxckpt.matmul import find_matmul
 
 
 class Decision(enum.Enum):

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from typing import NoReturn
 
-from . import policy as p
-from .errors import PolicyError, did_you_mean
-from .policy_algebra import Policy, Recipe
+from jaxckpt import policy as p
+from jaxckpt.errors import PolicyError, did_you_mean
+from jaxckpt.policy_algebra import Policy, Recipe
 
 _ATTENTION = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _MLP_IN = ("mlpwi_0", "mlpwi_1", "mlpwi")

@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 import jax
 from flax import linen, nnx
 
-from . import _jax
-from .devices import active_device
-from .errors import PolicyError, WorkloadError
-from .graph.choose import choose, refuse_unseen
-from .graph.flops import equations
-from .policy import Policy, parse_policy
-from .policy_algebra import Everything
-from .remat_flax import remat_linen, remat_nnx_class, with_nnx_state
+from jaxckpt import _jax
+from jaxckpt.errors import PolicyError, WorkloadError
+from jaxckpt.graph.choose import choose, refuse_unseen
+from jaxckpt.graph.flops import equations
+from jaxckpt.policy import Policy, parse_policy
+from jaxckpt.policy_algebra import Everything
+from jaxckpt.remat_flax import remat_linen, remat_nnx_class, with_nnx_state
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -120,8 +119,8 @@ class _Rematted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
+        # The context holds the active device too, by which models choose their attention.
         key = (tree, tuple(map(jax.typeof, leaves)), _jax.trace_context())
-        key = (*key, active_device())
         traced = self._traced.get(key)
         if traced is None:
             traced, keep = self._trace(leaves, tree)

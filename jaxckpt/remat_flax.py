@@ -12,7 +12,7 @@ from flax import linen, nnx
 from flax.core import lift
 from flax.linen import transforms
 
-from .errors import WorkloadError
+from jaxckpt.errors import WorkloadError
 
 MakeRematted = Callable[[Callable[..., Any], str], Callable[..., Any]]
 """`(function of arrays, label for errors) -> the same function, rematerialised`."""

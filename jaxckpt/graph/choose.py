@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _jax
-from ..errors import PolicyError, did_you_mean
-from ..policy_algebra import Decision, Everything, Policy, matches
-from .reads import find_reads
-from .tag import tag, tag_names
-from .values import Values, find_values
+from jaxckpt import _jax
+from jaxckpt.errors import PolicyError, did_you_mean
+from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
+from jaxckpt.graph.reads import find_reads
+from jaxckpt.graph.tag import tag, tag_names
+from jaxckpt.graph.values import Values, find_values
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,12 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
     if isinstance(policy, Everything):
         return Chosen(closed, (), (), ())
     values = find_values(closed)
+    reads = find_reads(values, closed)
     if check:
-        check_patterns(policy, values, find_reads(values, closed), where)
+        check_patterns(policy, values, reads, where)
     candidates = [v.candidate for v in values.items]
-    choice = one_of_each(values, policy.choose(candidates, values.same_data))
+    choice = policy.choose(candidates, values.same_data)
+    choice = one_of_each(values, {i: d for i, d in choice.items() if i in reads})
     names = tag_names(values, choice)
     tagged = tag(closed, {values.items[i].place: name for i, name in names.items()})
 

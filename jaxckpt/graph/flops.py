@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _jax
-from ..matmul import find_matmul
+from jaxckpt import _jax
+from jaxckpt.matmul import find_matmul
 
 _FREE = frozenset(
     ("reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "convert_element_type")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _jax
+from jaxckpt import _jax
 
 PyTree = Any
 

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from .. import _jax
-from .gradient import Differentiable, struct_of
-from .tag import mark
-from .values import Values
+from jaxckpt import _jax
+from jaxckpt.graph.gradient import Differentiable, struct_of
+from jaxckpt.graph.tag import mark
+from jaxckpt.graph.values import NAMING, Values
 
 
 def find_reads(values: Values, closed: Any) -> frozenset[int]:
     """Return the values that are worth keeping in a rematerialised program.
 
-    Every value gets a numbered mark, the program is rematerialised whole and JAX's own
-    dead code elimination decides: a mark that is still in the backward program is read.
-    A value that is not among them (the last projection of a layer, whose sum the layer
-    returns) costs memory when kept and saves nothing.
+    The program is rematerialised whole: what the backward pass then computes again, it
+    or the recomputation reads. A value that is not among them (the last projection of a
+    layer, whose sum the layer returns) costs memory when kept and saves nothing.
 
     Args:
         values: `find_values(closed)`.
         closed: A closed jaxpr whose inexact inputs are all differentiated.
     """
-    numbers = {v.place: i for i, v in enumerate(values.items)}
+    return find_recomputed(values, closed, None)
+
+
+def find_recomputed(
+    values: Values, closed: Any, policy: Callable[..., Any] | None
+) -> frozenset[int]:
+    """Return the values that the backward pass computes again under a JAX policy.
+
+    Every value gets a numbered mark, the program is rematerialised under the policy and
+    JAX's own dead code elimination decides: a mark that is still in the backward program
+    belongs to a value that is computed again there.
+    """
+    keeps_names = policy is not None
+    numbers = {
+        v.place: i
+        for i, v in enumerate(values.items)
+        if not (keeps_names and v.primitive in NAMING)
+    }
     marked = _jax.jaxpr_function(mark(closed, numbers))
     arguments = [struct_of(v.aval) for v in _jax.open_jaxpr(closed).invars]
-    split = Differentiable.of(jax.checkpoint(marked), arguments, None)
+    split = Differentiable.of(jax.checkpoint(marked, policy=policy), arguments, None)
     return frozenset(_marks_in_remat(split.gradient(), inside=False))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import _jax
-from .gradient import Linearized
-from .values import VIEWS
+from jaxckpt import _jax
+from jaxckpt.graph.gradient import Linearized
+from jaxckpt.graph.values import VIEWS
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Residual:
         shape: Its shape; residuals of a scan are stacked, `[layers, ...]`.
         dtype: Its dtype's name.
         bytes: Its bytes on one device, of all layers together.
-        layers: The product of the lengths of the scans that made it; 1 outside a scan.
+        layers: The length of the outermost scan that made it; 1 outside a scan.
         decision: `"save"`, or `"offload"` where it is kept in host memory.
         argument: Whether it is an argument of the program (or a constant), or a view of
             one: such a residual costs nothing.
@@ -53,13 +53,19 @@ class Residual:
 
 @dataclass(frozen=True)
 class _Origin:
-    name: str | None = None
-    primitive: str = "argument"
+    name: str | None
+    primitive: str
     layers: int = 1
-    argument: bool = True
+    argument: bool = False
     carried: bool = False
     source: str = ""
     scope: str = ""
+
+
+@dataclass(frozen=True)
+class _Input:
+    position: int
+    name: str | None
 
 
 def find_residuals(linearized: Linearized) -> tuple[Residual, ...]:
@@ -92,105 +98,62 @@ def _residual(variable: Any, origin: _Origin) -> Residual:
 
 
 def _origin(jaxpr: Any, variable: Any) -> _Origin:
-    """Follow a variable to the operation that made its bytes."""
+    found = _follow(jaxpr, variable, None)
+    if isinstance(found, _Origin):
+        return found
+    return _Origin(found.name, "argument", argument=True)
+
+
+def _follow(jaxpr: Any, atom: Any, name: str | None) -> _Origin | _Input:
+    """Follow a variable through views and calls to what made its bytes.
+
+    Returns:
+        The operation, or the input of the jaxpr that the bytes are; with the last name
+        given on the way.
+    """
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    name = None
-    while variable in producers:
-        eqn = producers[variable]
+    while not isinstance(atom, _jax.Literal) and atom in producers:
+        eqn = producers[atom]
+        index = eqn.outvars.index(atom)
         name = name or _jax.bound_name(eqn)
-        primitive = eqn.primitive.name
-        index = eqn.outvars.index(variable)
-        if primitive in VIEWS or (primitive == "device_put" and _moves(eqn, index)):
-            source = eqn.invars[index if len(eqn.outvars) > 1 else 0]
-        elif primitive in ("jit", "pjit", "closed_call"):
-            source = _through_call(eqn, index)
-        elif primitive == "scan":
-            source = _through_scan(eqn, index)
+        inner = _jax.called_jaxpr(eqn)
+        if eqn.primitive.name in VIEWS or _moves_to_host(eqn, index):
+            atom = eqn.invars[min(index, len(eqn.invars) - 1)]
+            continue
+        if inner is not None:
+            found = _follow(inner, inner.outvars[index], name)
+        elif eqn.primitive.name == "scan" and index >= _jax.scan_counts(eqn)[1]:
+            found = _follow_stacked(eqn, index, name)
         else:
-            source = None
-        if isinstance(source, _Origin):
-            if source.argument or source.carried:
-                return _named(source, name)
-            return _named(source, name)
-        if source is None:
-            return _Origin(
-                name, primitive, 1, False, False, _jax.source_line(eqn), _jax.scope(eqn)
-            )
-        if isinstance(source, _jax.Literal):
-            return _Origin(name, "constant")
-        variable = source
-    return _Origin(name)
-
-
-def _named(origin: _Origin, name: str | None) -> _Origin:
-    from dataclasses import replace
-
-    return replace(origin, name=name or origin.name)
-
-
-def _moves(eqn: Any, index: int) -> bool:
-    """Whether a `device_put` moves between memories (an offload), not between devices."""
-    return _jax.memory_space(eqn.outvars[index].aval) == "host"
-
-
-def _through_call(eqn: Any, index: int) -> Any:
-    inner = _jax.open_jaxpr(eqn.params["jaxpr"])
-    output = inner.outvars[index]
-    if isinstance(output, _jax.Literal):
-        return output
-    origin = _origin(inner, output)
-    if not origin.argument:
-        return origin
-    position = _input_behind(inner, output)
-    return eqn.invars[position] if position is not None else origin
-
-
-def _through_scan(eqn: Any, index: int) -> Any:
-    """A stacked output is the body's; a carried one is the scan's own result."""
-    body = _jax.open_jaxpr(eqn.params["jaxpr"])
-    consts, carries = _jax.scan_counts(eqn)
-    if index < carries or isinstance(body.outvars[index], _jax.Literal):
-        return None
-    origin = _origin(body, body.outvars[index])
-    layers = eqn.params["length"] * origin.layers
-    if not origin.argument:
-        return _stacked(origin, layers)
-    position = _input_behind(body, body.outvars[index])
-    if position is None:
-        return origin
-    if position < consts or position >= consts + carries:
-        return _Origin(origin.name)
-    carry = _Origin(origin.name, "carry", layers, False, True)
-    return _located(carry, eqn)
-
-
-def _stacked(origin: _Origin, layers: int) -> _Origin:
-    from dataclasses import replace
-
-    return replace(origin, layers=layers)
-
-
-def _located(origin: _Origin, eqn: Any) -> _Origin:
-    from dataclasses import replace
-
-    return replace(origin, source=_jax.source_line(eqn), scope=_jax.scope(eqn))
-
-
-def _input_behind(jaxpr: Any, variable: Any) -> int | None:
-    """Return the position of the input that a variable is a view of, if it is one."""
-    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while variable in producers:
-        eqn = producers[variable]
-        index = eqn.outvars.index(variable)
-        if eqn.primitive.name in ("jit", "pjit", "closed_call"):
-            inner = _jax.open_jaxpr(eqn.params["jaxpr"])
-            position = _input_behind(inner, inner.outvars[index])
-            if position is None:
-                return None
-            variable = eqn.invars[position]
-        else:
-            variable = eqn.invars[index if len(eqn.outvars) > 1 else 0]
-        if isinstance(variable, _jax.Literal):
-            return None
+            found = _made_by(eqn, name, eqn.primitive.name)
+        if isinstance(found, _Origin):
+            return found
+        atom, name = eqn.invars[found.position], found.name
     inputs = list(jaxpr.invars)
-    return inputs.index(variable) if variable in inputs else None
+    if not isinstance(atom, _jax.Literal) and atom in inputs:
+        return _Input(inputs.index(atom), name)
+    return _Origin(name, "constant", argument=True)
+
+
+def _follow_stacked(eqn: Any, index: int, name: str | None) -> _Origin | _Input:
+    """Follow an output that a scan stacks, into the scan's body."""
+    body = _jax.open_jaxpr(eqn.params["jaxpr"])
+    length = eqn.params["length"]
+    found = _follow(body, body.outvars[index], name)
+    if isinstance(found, _Origin):
+        return replace(found, layers=length)
+    consts, carries = _jax.scan_counts(eqn)
+    if consts <= found.position < consts + carries:
+        return replace(_made_by(eqn, found.name, "carry"), layers=length, carried=True)
+    return found
+
+
+def _made_by(eqn: Any, name: str | None, primitive: str) -> _Origin:
+    return _Origin(
+        name, primitive, source=_jax.source_line(eqn), scope=_jax.scope(eqn)
+    )
+
+
+def _moves_to_host(eqn: Any, index: int) -> bool:
+    moved = eqn.primitive.name == "device_put"
+    return moved and _jax.memory_space(eqn.outvars[index].aval) == "host"

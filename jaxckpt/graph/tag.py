@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .. import _jax
-from .values import FORWARD_RULE, Path, Place, Values
+from jaxckpt import _jax
+from jaxckpt.graph.values import FORWARD_RULE, Path, Place, Values
 
 
 def tag_names(values: Values, indices: Iterable[int]) -> dict[int, str]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .. import _jax
-from .flops import Flops, count_flops, equations, matmul_flops
-from .gradient import Differentiable, without_remat
-from .residuals import Residual, find_residuals
-from .values import Value, find_values
+from jaxckpt import _jax
+from jaxckpt.graph.flops import Flops, count_flops, equations, matmul_flops
+from jaxckpt.graph.gradient import Differentiable, without_remat
+from jaxckpt.graph.regions import Region, find_regions, layer_scans
+from jaxckpt.graph.residuals import Residual, find_residuals
+from jaxckpt.graph.values import Value, find_values
+from jaxckpt.matmul import find_matmul
 
 
 @dataclass(frozen=True)
@@ -97,28 +99,33 @@ class Graph:
         """Matmul FLOPs that run again: those of the gradient beyond it without remat."""
         if not self.has_remat:
             return 0
-        plain = self._split.with_fn(without_remat(self.jaxpr))
-        return self.gradient_flops - matmul_flops(plain.gradient())
+        return self.gradient_flops - self.plain.gradient_flops
 
     @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """The `jax.checkpoint`s of the program, equal ones together."""
+        return find_regions(self.jaxpr)
+
+    @property
     def has_remat(self) -> bool:
         """Whether the program uses `jax.checkpoint` anywhere."""
-        return any(_jax.remat_parameters(e) for e, _ in equations(self.jaxpr))
+        return bool(self.regions)
 
     @cached_property
     def scanned_layers(self) -> int:
-        """Length of the longest scan that holds a matmul, 0 where there is none."""
-        lengths = (
-            eqn.params["length"]
-            for eqn, _ in equations(self.jaxpr)
-            if eqn.primitive.name == "scan" and matmul_flops(eqn.params["jaxpr"])
-        )
-        return max(lengths, default=0)
+        """Length of the longest scan over stacked parameters, 0 where there is none."""
+        return max(layer_scans(self.jaxpr), default=0)
+
+    @cached_property
+    def plain(self) -> Graph:
+        """The same program with each `jax.checkpoint` in it taken away."""
+        return Graph(self._split.with_fn(without_remat(self.jaxpr)))
 
     def scopes(self, prefix: str) -> tuple[str, ...]:
         """Return what stands in brackets in `named_scope("prefix[...]")`, each once."""
         marks = (part for e, _ in equations(self.jaxpr) for part in _jax.scope(e).split("/"))
-        found = (m.removeprefix(f"{prefix}[")[:-1] for m in marks if m.startswith(prefix))
+        start = f"{prefix}["
+        found = (m[len(start) : -1] for m in marks if m.startswith(start))
         return tuple(dict.fromkeys(found))
 
 
@@ -150,8 +157,6 @@ def trace(
 
 
 def _equation(eqn: Any, times: int) -> Equation:
-    from ..matmul import find_matmul
-
     inputs = [v.aval for v in eqn.invars]
     outputs = [v.aval for v in eqn.outvars]
     matmul = find_matmul(eqn.primitive.name)

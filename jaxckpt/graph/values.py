@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from .. import _jax
-from ..matmul import find_matmul
-from ..policy_algebra import Candidate
+from jaxckpt import _jax
+from jaxckpt.matmul import find_matmul
+from jaxckpt.policy_algebra import Candidate
 
 Path = tuple[Any, ...]
 Place = tuple[Path, int]
@@ -26,9 +26,12 @@ Key = tuple[Path, Any]
 
 FORWARD_RULE = "forward rule"
 
-VIEWS = frozenset(
-    ("name", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient")
-    + ("reduce_precision", "pvary", "optimization_barrier", "call_hi_primitive")
+NAMING = frozenset(("name", "call_hi_primitive"))
+"""Primitives that `checkpoint_name` binds, in JAX's two remat engines."""
+
+VIEWS = NAMING | frozenset(
+    ("reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient")
+    + ("reduce_precision", "pvary", "optimization_barrier")
 )
 """Primitives whose output is the input's bytes, seen in another shape."""
 
@@ -207,7 +210,7 @@ def _visit(values: Values, eqn: Any, path: Path, here: Path, times: int) -> None
         for key, inner in _jax.inner_jaxprs(eqn).items():
             length = eqn.params.get("length", 1) if primitive == "scan" else 1
             _walk(values, _jax.open_jaxpr(inner), (*here, key), times * length)
-            if primitive in ("jit", "pjit", "closed_call", "core_call"):
+            if _jax.called_jaxpr(eqn) is not None:
                 _link_call(values, eqn, _jax.open_jaxpr(inner), path, (*here, key))
                 return
     _link_same_data(values, eqn, path)

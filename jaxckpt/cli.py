@@ -1,0 +1,234 @@
+"""The command `jaxckpt`: parse, call, print.
+
+Exit status: 0 done, 2 bad input (one message on stderr, no traceback).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from jaxckpt.errors import JaxckptError
+
+
+class _Commands(TyperGroup):
+    """Commands whose errors about the user's input become one line and status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except JaxckptError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Choose what JAX keeps for the backward pass, and see what that really costs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Workload = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE:WORKLOAD",
+        help="A Python file and a workload function in it: models/gpt.py:tiny.",
+        show_default=False,
+    ),
+]
+DeviceName = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="A chip of `jaxckpt devices`, or `attached`."
+    ),
+]
+PolicyText = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="P",
+        help="none, full, dots, dots_no_batch, a recipe such as maxtext:minimal, or an "
+        "expression such as 'save(query_proj, mlp*) | offload(context)'.",
+    ),
+]
+Settings = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A keyword of the workload function, such as batch=4. May be repeated.",
+        show_default=False,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+]
+
+
+def main() -> None:
+    """Run the command line."""
+    _skip_check_for_absent_driver()
+    app(prog_name="jaxckpt")
+
+
+@app.command()
+def devices(as_json: Json = False) -> None:
+    """List the known chips, and which can be compiled for here."""
+    from jaxckpt.devices import can_compile, catalog, get_device
+    from jaxckpt.report import device_table
+
+    chips = [*catalog().values(), get_device("attached")]
+    reasons = {chip.name: can_compile(chip) for chip in chips}
+    if as_json:
+        _print_json({"devices": [_device_row(c, reasons[c.name]) for c in chips]})
+        return
+    distinct = list(dict.fromkeys(filter(None, reasons.values())))
+    marks = {reason: f"no [{i}]" for i, reason in enumerate(distinct, start=1)}
+    obstacles = {name: marks.get(reason or "") for name, reason in reasons.items()}
+    _print(device_table(chips, obstacles))
+    for i, reason in enumerate(distinct, start=1):
+        print(f"[{i}] {reason}")
+
+
+@app.command()
+def explain(
+    workload: Workload,
+    device: DeviceName = "attached",
+    policy: PolicyText = "none",
+    settings: Settings = [],  # noqa: B006 - typer copies it
+    as_json: Json = False,
+) -> None:
+    """Show what the backward pass keeps, by name and bytes."""
+    from jaxckpt.devices import get_device
+    from jaxckpt.report.explain import explain_workload
+    from jaxckpt.policy import parse_policy
+
+    with _only_json(as_json):
+        rule = parse_policy(policy)
+        load = _loader(workload, settings, policy=rule)
+        explanation = explain_workload(load, policy=rule, device=get_device(device))
+    if as_json:
+        _print_json(explanation.as_json())
+    else:
+        explanation.render(Console())
+
+
+@app.command()
+def measure(
+    workload: Workload,
+    device: DeviceName = "attached",
+    policy: PolicyText = "none",
+    settings: Settings = [],  # noqa: B006 - typer copies it
+    as_json: Json = False,
+) -> None:
+    """Compile a training step for a device: its memory and time."""
+    from jaxckpt.devices import get_device
+    from jaxckpt.xla.measure import measure_workload
+    from jaxckpt.policy import parse_policy
+    from jaxckpt.report import measurement_table
+
+    with _only_json(as_json):
+        rule = parse_policy(policy)
+        measured = measure_workload(
+            _loader(workload, settings, policy=rule),
+            device=get_device(device),
+            policy=rule,
+            policy_text=policy,
+            label=workload,
+        ).as_json()
+    if as_json:
+        _print_json(measured)
+    else:
+        print(f"{workload} on {device}, policy {policy}")
+        _print(measurement_table(measured))
+
+
+@app.command()
+def train(
+    workload: Workload,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", show_default=False)],
+    policy: PolicyText = "none",
+    settings: Settings = [],  # noqa: B006 - typer copies it
+    data: Annotated[
+        Path | None, typer.Option(help="A text file or a folder of them to train on.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder that gets log.jsonl.")
+    ] = None,
+) -> None:
+    """Train a workload here and print its losses."""
+    from jaxckpt.devices import get_device, use
+    from jaxckpt.policy import parse_policy
+    from jaxckpt.report import train_table
+    from jaxckpt.training import train as run
+
+    rule = parse_policy(policy)
+    data_path = None if data is None else str(data)
+    load = _loader(workload, settings, policy=rule, data_path=data_path)
+    with use(get_device("attached")):
+        result = run(load(), steps=steps, out=out)
+    print(f"{workload}, {steps} steps, policy {policy}")
+    _print(train_table(result))
+
+
+def _device_row(device: Any, reason: str | None) -> dict[str, Any]:
+    answer = {"can_compile": reason is None, "reason": reason}
+    return dataclasses.asdict(device) | answer
+
+
+def _loader(spec: str, settings: list[str], **extra: Any) -> Callable[[], Any]:
+    """Return what calls the workload function: within the context of the target."""
+    from jaxckpt.loading import load_workload
+
+    return functools.partial(load_workload, spec, settings, **extra)
+
+
+def _print(table: Any) -> None:
+    Console().print(table)
+
+
+def _print_json(document: Mapping[str, Any]) -> None:
+    print(json.dumps(document, indent=2))
+
+
+@contextlib.contextmanager
+def _only_json(wanted: bool) -> Iterator[None]:
+    """Send to stderr whatever the work prints, so that stdout holds the object alone.
+
+    Both Python's stdout and the file descriptor, which C++ and child processes use.
+    """
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _skip_check_for_absent_driver() -> None:
+    """Keep JAX from logging a traceback where the CUDA plugin is, but no driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

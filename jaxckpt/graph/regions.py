@@ -1,0 +1,127 @@
+"""Rematerialised regions of a program: what each keeps and what it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxckpt import _jax
+from jaxckpt.graph.flops import matmul_flops
+from jaxckpt.graph.gradient import Differentiable, struct_of
+from jaxckpt.graph.reads import find_reads, find_recomputed
+from jaxckpt.graph.residuals import Residual, find_residuals
+from jaxckpt.graph.values import VIEWS, Value, Values, find_values
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One `jax.checkpoint` in a program.
+
+    Attributes:
+        body: Closed jaxpr of what it holds.
+        policy: JAX's policy callable; None keeps nothing.
+        times: How often it runs (lengths of the scans around it).
+        calls: How many calls of the same body stand in the program, one after another.
+    """
+
+    body: Any
+    policy: Callable[..., Any] | None
+    times: int
+    calls: int = 1
+
+    @cached_property
+    def _values(self) -> Values:
+        return find_values(self.body)
+
+    @property
+    def _arguments(self) -> list[Any]:
+        return [struct_of(v.aval) for v in _jax.open_jaxpr(self.body).invars]
+
+    @cached_property
+    def kept(self) -> tuple[Residual, ...]:
+        """What it keeps for the backward pass besides its inputs."""
+        fn = jax.checkpoint(_jax.jaxpr_function(self.body), policy=self.policy)
+        return _kept(fn, self._arguments)
+
+    @cached_property
+    def recomputed(self) -> tuple[Value, ...]:
+        """What the backward pass computes again, in order."""
+        indices = find_recomputed(self._values, self.body, self.policy)
+        return tuple(self._values.items[i] for i in sorted(indices))
+
+    @cached_property
+    def names_without_effect(self) -> frozenset[str]:
+        """Names of values that neither backward pass nor a recomputation reads."""
+        read = find_reads(self._values, self.body)
+        items = self._values.items
+        named = {v.name for v in items if v.name is not None}
+        return frozenset(named - {items[i].name for i in read})
+
+    @cached_property
+    def skipped_dots(self) -> tuple[Value, ...]:
+        """Products of batches of matrices that are computed again."""
+        dots = (v for v in self.recomputed if v.dot == "batched")
+        return tuple(v for v in dots if v.primitive not in VIEWS)
+
+    @cached_property
+    def transient_bytes(self) -> int:
+        """Bytes that the backward pass holds of one run, once it has computed it again."""
+        return sum(
+            r.bytes for r in _kept(_jax.jaxpr_function(self.body), self._arguments)
+        )
+
+    @property
+    def holds_layer_scan(self) -> bool:
+        """Whether a scan with products, over its own inputs, stands inside it."""
+        return any(layer_scans(self.body))
+
+
+def find_regions(closed: Any) -> tuple[Region, ...]:
+    """Return the rematerialised regions, outermost only, equal ones together."""
+    found: dict[Any, Region] = {}
+    for parameters, times in _remat_calls(closed, 1):
+        body = _jax.close_jaxpr(parameters["jaxpr"])
+        key = (str(_jax.open_jaxpr(body)), parameters["policy"], times)
+        known = found.get(key)
+        calls = known.calls + 1 if known else 1
+        found[key] = Region(body, parameters["policy"], times, calls)
+    return tuple(found.values())
+
+
+def layer_scans(closed: Any) -> Iterator[int]:
+    """Yield the lengths of outermost scans with products, over inputs of the program."""
+    jaxpr = _jax.open_jaxpr(closed)
+    inputs = set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            scanned = eqn.invars[sum(_jax.scan_counts(eqn)) :]
+            over_inputs = any(v in inputs for v in scanned if not _is_literal(v))
+            if over_inputs and matmul_flops(eqn.params["jaxpr"]):
+                yield eqn.params["length"]
+        elif eqn.primitive.name != "custom_vjp_call":
+            for inner in _jax.inner_jaxprs(eqn).values():
+                yield from layer_scans(inner)
+
+
+def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int]]:
+    for eqn in _jax.open_jaxpr(closed).eqns:
+        parameters = _jax.remat_parameters(eqn)
+        if parameters is not None:
+            yield parameters, times
+            continue
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in _jax.inner_jaxprs(eqn).values():
+            yield from _remat_calls(inner, times * length)
+
+
+def _kept(fn: Callable[..., Any], arguments: list[Any]) -> tuple[Residual, ...]:
+    split = Differentiable.of(fn, arguments, None)
+    return tuple(r for r in find_residuals(split.linearized()) if not r.argument)
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, _jax.Literal)

@@ -1,0 +1,9 @@
+"""What people read: amounts in words, and tables for the terminal."""
+
+from jaxckpt.report.tables import device_table as device_table
+from jaxckpt.report.tables import format_bytes as format_bytes
+from jaxckpt.report.tables import format_flops as format_flops
+from jaxckpt.report.tables import format_seconds as format_seconds
+from jaxckpt.report.tables import measurement_table as measurement_table
+from jaxckpt.report.tables import policy_table as policy_table
+from jaxckpt.report.tables import train_table as train_table

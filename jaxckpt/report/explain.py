@@ -1,0 +1,222 @@
+"""`explain`: what a program keeps for its backward pass, and what runs again, in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxckpt.devices import Device, use
+from jaxckpt.graph.advice import warnings_about
+from jaxckpt.graph.regions import Region
+from jaxckpt.graph.residuals import Residual
+from jaxckpt.graph.trace import Graph
+from jaxckpt.graph.values import VIEWS, Value
+from jaxckpt.matmul import find_matmul
+from jaxckpt.policy import Policy
+from jaxckpt.workload import Workload
+from jaxckpt.xla.measure import trace_loss
+
+_SMALL = 1 / 200  # residuals below this share of all are summed up in one row
+
+
+@dataclass(frozen=True)
+class Row:
+    """Residuals of one name and decision, together.
+
+    Attributes:
+        name: Name, or what made them.
+        bytes: Bytes of one layer.
+        layers: In how many layers.
+        total_bytes: `bytes * layers`, exactly.
+        decision: `"save"` or `"offload"`.
+        source: `file:line (function)`, of the first.
+    """
+
+    name: str
+    bytes: int
+    layers: int
+    total_bytes: int
+    decision: str
+    source: str
+
+
+class Explanation:
+    """What the backward pass of a program reads, by name, bytes and layers.
+
+    Attributes:
+        graph: The traced program.
+        label: How to call it.
+    """
+
+    def __init__(self, graph: Graph, label: str) -> None:
+        self.graph = graph
+        self.label = label
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Kept values, the largest first; arguments and views of them left out."""
+        groups: dict[tuple[str, str], list[Residual]] = {}
+        for residual in self.graph.residuals:
+            if not residual.argument:
+                key = (residual.label, residual.decision)
+                groups.setdefault(key, []).append(residual)
+        rows = [_row(name, how, group) for (name, how), group in groups.items()]
+        return tuple(sorted(rows, key=lambda row: -row.total_bytes))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings, names without effect, and products that a policy passes over."""
+        notes = list(warnings_about(self.graph))
+        for region in self.graph.regions:
+            notes += _notes(region)
+        return tuple(dict.fromkeys(notes))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `jaxckpt explain --json` prints."""
+        return {
+            "workload": self.label,
+            "residual_bytes": self.graph.residual_bytes,
+            "forward_flops": self.graph.forward_flops,
+            "recompute_flops": self.graph.recompute_flops,
+            "residuals": [vars(row) for row in self.rows],
+            "regions": [_region_json(region) for region in self.graph.regions],
+            "notes": list(self.notes),
+        }
+
+    def render(self, console: Console) -> None:
+        """Print the picture, the table and the notes; readable at 80 columns."""
+        console.print(f"[bold]{escape(self.label)}[/bold]")
+        if not self.graph.regions:
+            console.print("No remat: every residual stays, nothing runs again.")
+        for region in self.graph.regions:
+            _draw(console, region)
+        console.print(_table(self.rows))
+        console.print(f"kept on the device: {_mib(self.graph.residual_bytes)}")
+        forward, again = self.graph.forward_flops, self.graph.recompute_flops
+        share = f" ({100 * again / forward:.1f} % of the forward)" if forward else ""
+        console.print(f"run again: {again / 1e12:.4g} TFLOP of products{share}")
+        for note in self.notes:
+            console.print(f"[yellow]note[/yellow] {escape(note)}")
+
+
+def explain(graph: Graph, label: str = "program") -> Explanation:
+    """Explain a traced program (`jaxckpt.trace`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jaxckpt
+        >>> layer = jaxckpt.remat(lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w), policy="full")
+        >>> graph = jaxckpt.trace(layer, jnp.ones((4, 4)), jnp.ones((2, 4)), argnums=None)
+        >>> jaxckpt.explain(graph).as_json()["regions"][0]["recomputed"]
+        ['dot_general', 'dot_general']
+    """
+    return Explanation(graph, label)
+
+
+def explain_workload(
+    load: Callable[[], Workload], *, policy: Policy | None, device: Device
+) -> Explanation:
+    """Explain what a workload function returns, called with the device active."""
+    with use(device):
+        workload = load()
+        graph = trace_loss(workload)
+        # Worked out here, while the device is active: models look at it when traced.
+        _ = graph.residuals, graph.recompute_flops
+        rule = "none" if policy is None else str(policy)
+        return Explanation(graph, f"{workload.name}, policy {rule}")
+
+
+def _row(name: str, decision: str, group: list[Residual]) -> Row:
+    layers = sum(r.layers for r in group)
+    total = sum(r.bytes for r in group)
+    return Row(name, total // layers, layers, total, decision, group[0].source)
+
+
+def _table(rows: tuple[Row, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("kept value", overflow="fold", max_width=36)
+    for heading in ("per layer", "layers", "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("where", no_wrap=True)
+    limit = _SMALL * sum(row.total_bytes for row in rows)
+    large = [row for row in rows if row.total_bytes >= limit]
+    for row in large:
+        where = "device" if row.decision == "save" else "host"
+        cells = (_mib(row.bytes), str(row.layers), _mib(row.total_bytes), where)
+        table.add_row(escape(row.name), *cells)
+    rest = rows[len(large) :]
+    if rest:
+        small = sum(row.total_bytes for row in rest)
+        table.add_row(f"{len(rest)} small ones", "", "", _mib(small), "")
+    return table
+
+
+def _draw(console: Console, region: Region) -> None:
+    """Draw one layer: `*` kept, `h` on the host, and what runs again, in order."""
+    times = f" x {region.times * region.calls}" if region.times * region.calls > 1 else ""
+    console.print(f"remat{times}")
+    console.print("  keeps  * its inputs")
+    for residual in region.kept:
+        mark = "*" if residual.decision == "save" else "h"
+        name = escape(residual.label)
+        console.print(f"         {mark} {name}  {_mib(residual.bytes)}", highlight=False)
+    steps = _steps(region)
+    again = " > ".join(steps) if steps else "nothing but elementwise work"
+    console.print(f"  runs again, in order: {escape(again)}", highlight=False)
+
+
+def _steps(region: Region) -> list[str]:
+    """Return the products and named values that are computed again, in order."""
+    labels = [_step_label(v) for v in region.recomputed if _is_step(v)]
+    return [label for label, _ in itertools.groupby(labels)]
+
+
+def _is_step(value: Value) -> bool:
+    product = value.dot is not None and value.primitive not in VIEWS
+    return product or value.name is not None
+
+
+def _step_label(value: Value) -> str:
+    """Return the name, else the innermost scope (a flax submodule), else the operation."""
+    return value.name or value.scope.rpartition("/")[2] or value.primitive
+
+
+def _notes(region: Region) -> Iterator[str]:
+    unread = sorted(region.names_without_effect)
+    if unread:
+        yield (
+            f"{', '.join(f'`{name}`' for name in unread)}: nothing reads these named "
+            "values again, so keeping them would save nothing."
+        )
+    skipped = sum(v.bytes for v in region.skipped_dots)
+    if skipped and any(find_matmul(r.primitive) for r in region.kept):
+        products = ", ".join(sorted({_step_label(v) for v in region.skipped_dots}))
+        yield (
+            f"{len(region.skipped_dots)} products of batches of matrices ({products}) run "
+            f"again, {_mib(skipped)} a layer; `save_dots()` keeps them, "
+            "`save_dots(batch_dims=False)` does not."
+        )
+
+
+def _region_json(region: Region) -> dict[str, Any]:
+    return {
+        "times": region.times * region.calls,
+        "kept": [r.label for r in region.kept],
+        "recomputed": _steps(region),
+        "names_without_effect": sorted(region.names_without_effect),
+        "skipped_dots": [
+            {"name": _step_label(v), "primitive": v.primitive, "bytes": v.bytes}
+            for v in region.skipped_dots
+        ],
+    }
+
+
+def _mib(amount: int) -> str:
+    return f"{amount / 2**20:,.2f} MiB"

@@ -1,0 +1,204 @@
+"""Amounts as people read them, and rich tables that fit a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from jaxckpt.devices import Device
+from jaxckpt.training import TrainResult
+
+UNKNOWN = "-"
+
+
+def format_bytes(amount: int | None) -> str:
+    """Return bytes in GiB (2**30) with two decimals; None is unknown.
+
+    Example:
+        >>> format_bytes(3 * 2**29), format_bytes(None)
+        ('1.50 GiB', '-')
+    """
+    return UNKNOWN if amount is None else f"{amount / 2**30:.2f} GiB"
+
+
+def format_flops(amount: float | None) -> str:
+    """Return floating-point operations with three figures and a decimal prefix.
+
+    Example:
+        >>> format_flops(2.5e12), format_flops(0), format_flops(999_900)
+        ('2.50 TFLOP', '0 FLOP', '1.00 MFLOP')
+    """
+    return UNKNOWN if amount is None else _scaled(amount, "FLOP")
+
+
+def format_seconds(amount: float | None) -> str:
+    """Return seconds with three figures, in ms or us where they are few.
+
+    Example:
+        >>> format_seconds(0.0123), format_seconds(75.2), format_seconds(None)
+        ('12.3 ms', '75.2 s', '-')
+    """
+    if amount is None:
+        return UNKNOWN
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if float(f"{amount:.3g}") >= size:
+            return f"{_three_figures(amount / size)} {unit}"
+    return f"{_three_figures(amount / 1e-6)} us"
+
+
+def _scaled(amount: float, unit: str) -> str:
+    rounded = float(f"{amount:.3g}")
+    for prefix, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
+        if rounded >= size:
+            return f"{_three_figures(rounded / size)} {prefix}{unit}"
+    return f"{amount:g} {unit}"
+
+
+def _three_figures(number: float) -> str:
+    """Return a number with three significant figures, never with an exponent."""
+    if number >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
+
+
+def device_table(
+    devices: Iterable[Device], obstacles: Mapping[str, str | None]
+) -> Table:
+    """Return the table of known chips.
+
+    Args:
+        devices: Chips, in the order of the rows.
+        obstacles: By name of the chip: None where it can be compiled for here, else the
+            mark of the reason that stands under the table.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("device", no_wrap=True)
+    for heading in (
+        "memory\nGiB",
+        "memory\nTB/s",
+        "bf16\nTFLOP/s",
+        "host link\nGB/s",
+        "NVLink\nGB/s",
+        "compile\nhere",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for device in devices:
+        table.add_row(
+            device.name,
+            _in(device.memory_bytes, 2**30, ".1f"),
+            _in(device.memory_bytes_per_second, 1e12, ".2f"),
+            _in(device.peak_flops_per_second, 1e12, ".0f"),
+            _in(device.host_link_bytes_per_second, 1e9, ".0f"),
+            _in(device.nvlink_bytes_per_second, 1e9, ".0f"),
+            obstacles.get(device.name) or "yes",
+        )
+    return table
+
+
+def _in(amount: float | None, unit: float, form: str) -> str:
+    return UNKNOWN if amount is None else format(amount / unit, form)
+
+
+def measurement_table(measurement: Mapping[str, Any]) -> Table:
+    """Return one measurement, a quantity a row.
+
+    Args:
+        measurement: An object as `jaxckpt measure --json` prints it.
+    """
+    get = measurement.get
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    parts = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes")
+    table.add_row("peak", f"[bold]{format_bytes(get('peak_bytes'))}[/bold]")
+    for sign, key in zip("+++-", parts, strict=True):
+        label = key.removesuffix("_bytes")
+        table.add_row(f"  {sign} {label}", format_bytes(get(key)))
+    table.add_row("host memory", format_bytes(get("host_bytes")))
+    table.add_section()
+    table.add_row("forward", format_flops(get("forward_flops")))
+    table.add_row("recomputed", _recomputed(measurement))
+    table.add_row(
+        "step", f"{format_seconds(get('step_seconds'))}{_origin(measurement)}"
+    )
+    table.add_row("compile", format_seconds(get("compile_seconds")))
+    table.add_section()
+    table.add_row("attention", str(get("attention") or UNKNOWN))
+    table.add_row("layers scanned", _yes_no(get("scanned")))
+    table.add_row("XLA flags", _flags(get("xla_flags")))
+    table.add_row("versions", _pairs(get("versions")))
+    return table
+
+
+def train_table(result: TrainResult) -> Table:
+    """Return what a training run came to, a quantity a row."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("final loss", f"{result.final_loss:.4f}")
+    table.add_row("validation loss", f"[bold]{result.validation_loss:.4f}[/bold]")
+    if result.unigram_entropy is not None:
+        table.add_row("unigram entropy", f"{result.unigram_entropy:.4f} nats")
+    table.add_row("compile", format_seconds(result.compile_seconds))
+    table.add_row("train", format_seconds(result.train_seconds))
+    table.add_row("tokens/s", f"{result.tokens_per_second:,.0f}")
+    if result.mfu is not None:
+        table.add_row("MFU", f"{100 * result.mfu:.1f} %")
+    return table
+
+
+def policy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return several measurements of one workload and device, a policy a row.
+
+    Args:
+        rows: Objects as `jaxckpt measure --json` prints them.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", overflow="fold")
+    for heading in ("peak", "temp", "recomputed", "step", "compile"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            str(row["policy"]),
+            format_bytes(row["peak_bytes"]),
+            format_bytes(row["temp_bytes"]),
+            _share(row),
+            format_seconds(row["step_seconds"]),
+            format_seconds(row["compile_seconds"]),
+        )
+    return table
+
+
+def _share(measurement: Mapping[str, Any]) -> str:
+    recomputed = measurement.get("recompute_flops")
+    forward = measurement.get("forward_flops")
+    if recomputed is None or not forward:
+        return UNKNOWN
+    return f"{100 * recomputed / forward:.1f} %"
+
+
+def _recomputed(measurement: Mapping[str, Any]) -> str:
+    amount = format_flops(measurement.get("recompute_flops"))
+    share = _share(measurement)
+    return amount if share == UNKNOWN else f"{amount} ({share} of the forward)"
+
+
+def _origin(measurement: Mapping[str, Any]) -> str:
+    return "" if measurement.get("device") == "attached" else " (roofline estimate)"
+
+
+def _yes_no(answer: bool | None) -> str:
+    return UNKNOWN if answer is None else ("yes" if answer else "no")
+
+
+def _pairs(pairs: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{k} {v}" for k, v in (pairs or {}).items()) or UNKNOWN
+
+
+def _flags(flags: Any) -> str:
+    if isinstance(flags, Mapping):
+        return " ".join(f"--{k}={v}" for k, v in flags.items()) or UNKNOWN
+    return str(flags or UNKNOWN)

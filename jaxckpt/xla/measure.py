@@ -1,0 +1,238 @@
+"""`measure`: what a training step really uses, by the compiler of its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxckpt.devices import Device, get_device, use
+from jaxckpt.errors import WorkloadError
+from jaxckpt.graph.advice import warnings_about
+from jaxckpt.graph.trace import Graph, trace
+from jaxckpt.policy import Policy
+from jaxckpt.training import TrainState, abstract_state, train_step_fn
+from jaxckpt.training.step import call_loss
+from jaxckpt.workload import Workload
+from jaxckpt.xla.attached import time_step
+from jaxckpt.xla.compile import (
+    XLA_FLAGS_USED,
+    Compilation,
+    compile_for,
+    toolchain_versions,
+)
+from jaxckpt.xla.footprint import Footprint
+from jaxckpt.xla.roofline import step_seconds
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One compiled training step: its memory, work and time.
+
+    Attributes:
+        workload: What was measured.
+        device: Name of the device that it was compiled for.
+        policy: The policy, as text; None where the program says it itself.
+        footprint: Bytes by category, as XLA counts them.
+        forward_flops: Matmul FLOPs of one forward pass.
+        recompute_flops: Matmul FLOPs that the backward pass runs again.
+        step_seconds: Of one step: measured on an attached device (the median), by a
+            roofline over the compiled HLO for an absent one. None where the attached
+            device cannot run it (no initial parameters).
+        compile_seconds: Time the compiler took.
+        attention: Which attention ran, where the model says so.
+        scanned: Whether the layers are one scan.
+        unpriced: Operations of the HLO whose work is not known, priced by bytes alone.
+        warnings: Advice about remat that does nothing, one sentence each.
+    """
+
+    workload: str
+    device: str
+    policy: str | None
+    footprint: Footprint
+    forward_flops: int
+    recompute_flops: int
+    step_seconds: float | None
+    compile_seconds: float
+    attention: str | None
+    scanned: bool
+    unpriced: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device bytes of the whole step: argument + output + temp - alias."""
+        return self.footprint.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the step uses."""
+        return self.footprint.host_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `jaxckpt measure --json` prints."""
+        return {
+            "workload": self.workload,
+            "device": self.device,
+            "mesh": None,
+            "policy": self.policy,
+            "schedule": None,
+            "peak_bytes": self.peak_bytes,
+            **dataclasses.asdict(self.footprint),
+            "forward_flops": self.forward_flops,
+            "recompute_flops": self.recompute_flops,
+            "step_seconds": self.step_seconds,
+            "compile_seconds": self.compile_seconds,
+            "attention": self.attention,
+            "scanned": self.scanned,
+            "xla_flags": flag_text(XLA_FLAGS_USED),
+            "versions": toolchain_versions(),
+            "unpriced": list(self.unpriced),
+            "warnings": list(self.warnings),
+        }
+
+
+def measure(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    optimizer: optax.GradientTransformation,
+    device: Device | str = "attached",
+) -> Measurement:
+    """Compile the whole training step for a device and say what it uses.
+
+    The step is loss, gradients and the optimizer's update, its state donated. For an
+    absent chip the compiler runs in a process of its own and the seconds are a
+    roofline's; on the attached device the step is run and timed.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, rng=None)` returns a loss or `(loss, aux)`.
+        params: Parameters; abstract ones (`jax.ShapeDtypeStruct`) are not run.
+        batch: One batch, abstract or not.
+        optimizer: The optax transformation.
+        device: A chip of `jaxckpt devices`, or `"attached"`.
+
+    Raises:
+        DeviceError: An unknown device, or one that cannot be compiled for here.
+        CompileError: The compiler failed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import jaxckpt
+        >>> loss = lambda params, batch: jnp.mean((batch @ params) ** 2)
+        >>> params = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        >>> batch = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        >>> jaxckpt.measure(loss, params, batch, optimizer=optax.sgd(0.1)).forward_flops
+        512
+    """
+    concrete = all(isinstance(x, jax.Array) for x in jax.tree.leaves((params, batch)))
+    name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+    # Running a step uses up its donated parameters, so it gets a copy.
+    copy = jax.tree.map(lambda x: jnp.array(x, copy=True), params) if concrete else None
+    workload = Workload(
+        name,
+        loss_fn,
+        params,
+        batch,
+        optimizer=optimizer,
+        init=(lambda rng: copy) if concrete else None,
+        data=(lambda split: iter([batch])) if concrete else None,
+    )
+    return measure_workload(lambda: workload, device=get_device(device))
+
+
+def measure_workload(
+    load: Callable[[], Workload],
+    *,
+    device: Device,
+    policy: Policy | None = None,
+    policy_text: str | None = None,
+    label: str | None = None,
+) -> Measurement:
+    """Measure what a workload function returns, called with the device active.
+
+    Args:
+        load: Returns the workload, under its policy already.
+        device: What to compile for.
+        policy: The policy that the workload was loaded with, for the report.
+        policy_text: How to call it there; its own text by default.
+        label: How to call the workload there; its own name by default.
+    """
+    with use(device):
+        workload = load()
+        graph = trace_loss(workload)
+        step, state = whole_step(workload)
+        compiled = compile_for(
+            step, state, workload.batch, device=device, donate_argnums=0
+        )
+        seconds, unpriced = _seconds(compiled, workload, device)
+        return Measurement(
+            workload=label or workload.name,
+            device=device.name,
+            policy=policy_text or (None if policy is None else str(policy)),
+            footprint=compiled.footprint,
+            forward_flops=graph.forward_flops,
+            recompute_flops=graph.recompute_flops,
+            step_seconds=seconds,
+            compile_seconds=compiled.compile_seconds,
+            attention=",".join(graph.scopes("attention")) or None,
+            scanned=graph.scanned_layers > 1,
+            unpriced=unpriced,
+            warnings=warnings_about(graph),
+        )
+
+
+def trace_loss(workload: Workload) -> Graph:
+    """Trace a workload's loss as training runs it: with a random key, if it takes one."""
+
+    def loss(params: PyTree, batch: PyTree, rng: Any) -> Any:
+        return call_loss(workload.loss_fn, params, batch, rng)
+
+    return trace(loss, workload.params, workload.batch, jax.random.key(0), has_aux=True)
+
+
+def whole_step(workload: Workload) -> tuple[Callable[..., Any], PyTree]:
+    """Return a workload's training step as a pure function, and its abstract state.
+
+    A step of the user's own (`make_step`) takes and returns the workload's `params`.
+    """
+    if workload.make_step is not None:
+        return workload.make_step(workload.loss_fn), workload.params
+    if workload.optimizer is None:
+        raise WorkloadError(
+            f"`{workload.name}` has neither `optimizer` nor `make_step`, so that there is "
+            "no training step to compile. Give one of the two."
+        )
+    step = train_step_fn(workload.loss_fn, workload.optimizer)
+    return step, abstract_state(workload.params, workload.optimizer)
+
+
+def flag_text(flags: Mapping[str, str]) -> str:
+    """Return XLA flags as they stand in the environment variable `XLA_FLAGS`."""
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
+
+
+def _seconds(
+    compiled: Compilation, workload: Workload, device: Device
+) -> tuple[float | None, tuple[str, ...]]:
+    if not device.is_attached:
+        seconds = step_seconds(compiled.hlo_text, device)
+        return seconds.total, seconds.unknown
+    if workload.init is None or workload.optimizer is None:
+        return None, ()
+    params = workload.init(jax.random.key(0))
+    state = TrainState.create(params, workload.optimizer, jax.random.key(1))
+    batch = next(iter(workload.data("train"))) if workload.data else _zeros(workload)
+    return time_step(compiled, (state, batch), repeats=5).median_seconds, ()
+
+
+def _zeros(workload: Workload) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), workload.batch)
