@@ -1,4 +1,4 @@
-"""Gradient checkpointing for JAX: what to keep, what to compute again, and the proof."""
+"""Gradient checkpointing for JAX: what to keep, what to run again, and the proof."""
 
 from jaxckpt.errors import CompileError as CompileError
 from jaxckpt.errors import DeviceError as DeviceError

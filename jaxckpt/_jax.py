@@ -37,7 +37,7 @@ def remat3_enabled() -> bool:
 
 
 def trace_context() -> Any:
-    """Return JAX's own key of everything global that changes a trace (x64, mesh, ...)."""
+    """Return JAX's own key of what changes a trace from outside (x64, mesh, ...)."""
     return _config.trace_context()
 
 
@@ -87,7 +87,7 @@ def rename(eqn: Any, name: str) -> Any:
 
 
 def name_equation(variable: Any, named: Any, name: str, like: Any) -> Any:
-    """Return an equation `named = checkpoint_name(variable, name)`, placed as `like`."""
+    """Return `named = checkpoint_name(variable, name)` as an equation, as `like`."""
     aval = variable.aval
     abstract = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     template = open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, name))(abstract))
@@ -213,7 +213,7 @@ def memory_space(aval: Any) -> str:
 def nbytes(aval: Any) -> int:
     """Return the bytes of a value of this type on one device.
 
-    A typed random key counts its words; a type without a dtype (a token) counts nothing.
+    A typed random key counts its words; a type without a dtype counts nothing.
     """
     dtype = getattr(aval, "dtype", None)
     if dtype is None:

@@ -115,8 +115,8 @@ def explain(
 ) -> None:
     """Show what the backward pass keeps, by name and bytes."""
     from jaxckpt.devices import get_device
-    from jaxckpt.report.explain import explain_workload
     from jaxckpt.policy import parse_policy
+    from jaxckpt.report.explain import explain_workload
 
     with _only_json(as_json):
         rule = parse_policy(policy)
@@ -138,9 +138,9 @@ def measure(
 ) -> None:
     """Compile a training step for a device: its memory and time."""
     from jaxckpt.devices import get_device
-    from jaxckpt.xla.measure import measure_workload
     from jaxckpt.policy import parse_policy
     from jaxckpt.report import measurement_table
+    from jaxckpt.xla.measure import measure_workload
 
     with _only_json(as_json):
         rule = parse_policy(policy)

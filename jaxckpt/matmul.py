@@ -1,4 +1,4 @@
-"""The one open list of matmul-like primitives: which dots have batch dimensions, and FLOPs.
+"""The one open list of matmul-like primitives: their batch dimensions and FLOPs.
 
 Every other module asks this list, so that a policy, a FLOP count and a report mean the
 same operations by "dots". Add a primitive of your own with `register_matmul`.
@@ -102,9 +102,9 @@ def _scaled_flops(ins: Avals, outs: Avals, params: Params) -> int:
 def _attention_products(products: int) -> Callable[[Avals, Avals, Params], int]:
     """FLOPs of a fused attention call: `products` products of 2 b h s_q s_kv d each.
 
-    Forward: scores and context, 2 products. Backward: scores again, and the gradients of
-    probabilities, values, queries and keys, 5 products (Dao et al. 2022, section 3.1).
-    Counted over the whole square, causal or not, as for unfused attention.
+    Forward: scores and context, 2 products. Backward: scores again, and the gradients
+    of probabilities, values, queries and keys, 5 products (Dao et al. 2022, section
+    3.1). Counted over the whole square, causal or not, as for unfused attention.
     """
 
     def flops(ins: Avals, outs: Avals, params: Params) -> int:

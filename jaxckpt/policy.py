@@ -27,8 +27,8 @@ def save(*names: str | Iterable[str]) -> Policy:
     """Keep the values whose name matches one of the glob patterns on the device.
 
     Args:
-        names: Names as given to `checkpoint_name`, or glob patterns (`*`, `?`, `[...]`);
-            lists and tuples of them are taken apart.
+        names: Names as given to `checkpoint_name`, or glob patterns (`*`, `?`,
+            `[...]`); lists and tuples of them are taken apart.
 
     Raises:
         PolicyError: For no name, or one that is not a string.
@@ -41,7 +41,7 @@ def save(*names: str | Iterable[str]) -> Policy:
 
 
 def offload(*names: str | Iterable[str]) -> Policy:
-    """Move the values whose name matches to host memory, and back for the backward pass.
+    """Move the values whose name matches to host memory, and back when they are read.
 
     Example:
         >>> str(save("context") | offload("out_proj"))
@@ -114,7 +114,7 @@ def save_larger_than(size: int | str) -> Policy:
 
 
 def recompute(*names: str | Iterable[str]) -> Policy:
-    """Keep everything but the values whose name matches: `save_everything() - save(...)`.
+    """Keep all but the values whose name matches: `save_everything() - save(...)`.
 
     Example:
         >>> recompute("context") == save_everything() - save("context")
@@ -157,7 +157,9 @@ def _flat_names(names: Any, function: str) -> tuple[str, ...]:
         elif isinstance(name, Iterable):
             flat.extend(_flat_names(name, function))
         else:
-            raise PolicyError(f"`{name!r}` in `{function}(...)` is not a name (a string).")
+            raise PolicyError(
+                f"`{name!r}` in `{function}(...)` is not a name (a string)."
+            )
     if not flat and not names:
         raise PolicyError(
             f"`{function}()` needs a name. Use `save_nothing()` to keep only inputs."
@@ -165,5 +167,3 @@ def _flat_names(names: Any, function: str) -> tuple[str, ...]:
     if any(not name for name in flat):
         raise PolicyError(f"`{function}(...)` was given an empty name.")
     return tuple(dict.fromkeys(flat))
-
-

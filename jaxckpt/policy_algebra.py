@@ -1,7 +1,7 @@
 """The records behind every policy, and their algebra.
 
-`p | q` is associative with identity `save_nothing()`, and idempotent; `p - q` never keeps
-more than p. The functions that users call to build policies are in `policy.py`.
+`p | q` is associative with identity `save_nothing()`, and idempotent; `p - q` never
+keeps more than p. The functions that users call to build policies are in `policy.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Candidate:
 
     Attributes:
         name: The name that `checkpoint_name` gave it, if any.
-        dot: `"batched"` or `"unbatched"` for the result of a matmul-like operation (or of
-            a `custom_vjp` call that contains one, such as fused attention), else None.
+        dot: `"batched"` or `"unbatched"` for the result of a matmul-like operation (or
+            of a `custom_vjp` call that contains one, as fused attention), else None.
         bytes: Its size on one device.
     """
 
@@ -269,8 +269,8 @@ class Minus(Pair):
         super()._check_expressible()
         if not self.by_name:
             raise PolicyError(
-                f"`{self}` cannot be a bare JAX policy: JAX asks about one equation at a "
-                "time, so the un-named producer of an excluded value would stay. Use "
+                f"`{self}` cannot be a bare JAX policy: JAX asks about one equation at "
+                "a time, so the un-named producer of an excluded value would stay. Use "
                 "`jaxckpt.remat(target, policy=...)`, which sees the whole layer."
             )
 

@@ -1,4 +1,4 @@
-"""The text form of policies: a small grammar, and recipes of other tools by their names."""
+"""The text form of policies: a small grammar, and other tools' recipes by name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ _MLP_IN = ("mlpwi_0", "mlpwi_1", "mlpwi")
 _MINIMAL = (*_ATTENTION, "out_proj", *_MLP_IN, "mlpwo")
 
 _BODIES: dict[str, Policy] = {
-    # MaxText, `remat_policy` (its decoder's `get_remat_policy`, read in 2026). Its other
-    # two values are not recipes: `none` is no remat, `custom` is `save(...) | offload(...)`.
+    # MaxText, `remat_policy` (its decoder's `get_remat_policy`, read in 2026). Its
+    # other two values are not recipes: `none` is no remat, `custom` is
+    # `save(...) | offload(...)`.
     "maxtext:full": p.save_nothing(),
     "maxtext:minimal": p.save(_MINIMAL),
     "maxtext:minimal_with_context": p.save(_MINIMAL, "context"),
     "maxtext:minimal_flash": p.save(_MINIMAL, "context"),
-    "maxtext:save_dot_with_context_except_mlp": p.save(_ATTENTION, "context", "out_proj"),
+    "maxtext:save_dot_with_context_except_mlp": p.save(
+        _ATTENTION, "context", "out_proj"
+    ),
     "maxtext:save_dot_except_mlp": p.save(_ATTENTION, "out_proj"),
     "maxtext:save_dot_except_mlpwi": p.save(_ATTENTION, "out_proj", "mlpwo"),
     "maxtext:save_qkv_proj": p.save(_ATTENTION),
@@ -151,7 +154,9 @@ class _Parser:
             return policy
         if match["call"] not in _CONSTRUCTORS:
             hint = did_you_mean(match["call"], _CONSTRUCTORS)
-            raise PolicyError(f"`{match['call']}(...)` in `{self.text}` is unknown. {hint}")
+            raise PolicyError(
+                f"`{match['call']}(...)` in `{self.text}` is unknown. {hint}"
+            )
         self.position = match.end()
         return self._call(match["call"])
 
@@ -197,8 +202,8 @@ class _Parser:
     def _fail(self, expected: str) -> NoReturn:
         rest = self.text[self.position :].strip() or "the end"
         raise PolicyError(
-            f"`{self.text}` is not a policy: expected {expected} before `{rest}`. Write "
-            "for example `save(query_proj, mlpwi*) | offload(context)`."
+            f"`{self.text}` is not a policy: expected {expected} before `{rest}`. "
+            "Write for example `save(query_proj, mlpwi*) | offload(context)`."
         )
 
 

@@ -47,8 +47,8 @@ def remat(
             parsed (`parse_policy`).
         static_argnames: Arguments that are Python values (flags, modes), by name,
             whether they are passed by position, by keyword or by default.
-        prevent_cse: Whether to keep the compiler from merging the recomputation with the
-            forward pass. False is right inside a rolled scan, and only there.
+        prevent_cse: Whether to keep the compiler from merging the recomputation with
+            the forward pass. False is right inside a rolled scan, and only there.
         on_unmatched: `"error"` or `"ignore"`: what to do about a name pattern that
             matches no value which the backward pass reads.
 
@@ -119,7 +119,7 @@ class _Rematted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        # The context holds the active device too, by which models choose their attention.
+        # The context holds the active device, by which models choose their attention.
         key = (tree, tuple(map(jax.typeof, leaves)), _jax.trace_context())
         traced = self._traced.get(key)
         if traced is None:
@@ -130,7 +130,7 @@ class _Rematted:
         return jax.tree.unflatten(out_tree, run(*leaves))
 
     def _trace(self, leaves: Sequence[Any], tree: Any) -> tuple[Any, bool]:
-        """Return the rematerialised function of flat leaves, and whether to remember it."""
+        """Return the function of flat leaves, under the policy, and whether to keep it."""
 
         def flat(*values: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, values)
@@ -164,9 +164,9 @@ class _Rematted:
 def _check_settings(policy: Any, on_unmatched: str, prevent_cse: Any) -> None:
     if policy is not None and not isinstance(policy, Policy):
         raise PolicyError(
-            f"`policy={policy!r}` is no jaxckpt policy. Build one by `jaxckpt.save(...)` "
-            "and the like, or write it as text; a callable of JAX's goes to "
-            "`jax.checkpoint`."
+            f"`policy={policy!r}` is no jaxckpt policy. Build one by "
+            "`jaxckpt.save(...)` and the like, or write it as text; a callable of "
+            "JAX's goes to `jax.checkpoint`."
         )
     if on_unmatched not in _ON_UNMATCHED:
         raise PolicyError(
@@ -179,7 +179,7 @@ def _check_settings(policy: Any, on_unmatched: str, prevent_cse: Any) -> None:
 def _refuse_callbacks(closed: Any, label: str) -> None:
     if any(eqn.primitive.name == "io_callback" for eqn, _ in equations(closed)):
         raise WorkloadError(
-            f"{label} calls `io_callback`, which would run twice under remat; JAX refuses "
-            "it. Move the callback out of the rematerialised layer, or use "
+            f"{label} calls `io_callback`, which would run twice under remat; JAX "
+            "refuses it. Move the callback out of the rematerialised layer, or use "
             "`jax.debug.callback`, which may run twice."
         )

@@ -1,4 +1,4 @@
-"""How a flax Module becomes a function of arrays, and back, around a rematerialised call."""
+"""How a flax Module becomes a function of arrays around a rematerialised call."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StaticArguments:
         unknown = set(names) - set(self.signature.parameters)
         if unknown:
             raise WorkloadError(
-                f"`static_argnames` has `{sorted(unknown)[0]}`, which is no argument of "
-                f"{label}. Its arguments: {', '.join(self.signature.parameters)}."
+                f"`static_argnames` has `{sorted(unknown)[0]}`, which is no argument "
+                f"of {label}. Its arguments: {', '.join(self.signature.parameters)}."
             )
 
     def split(
@@ -68,16 +68,21 @@ def remat_linen(
 ) -> Any:
     """Return the Module class with `__call__` rematerialised and its name kept.
 
-    Variables and random streams go through the call as arrays (`flax.core.lift.pack`), so
-    the parameter tree, initial values, dropout masks, batch statistics and sown values
-    are those of the class itself.
+    Variables and random streams go through the call as arrays (`flax.core.lift.pack`),
+    so the parameter tree, initial values, dropout masks, batch statistics and sown
+    values are those of the class itself.
     """
     label = f"`{module.__name__}`"
     static = StaticArguments(module.__call__, static_argnames, label, skip=1)
 
     def transform(fn: Callable[..., Any]) -> Callable[..., Any]:
         def inner(
-            scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kw: Any
+            scope_fn: Any,
+            repack_fn: Any,
+            variables: Any,
+            rngs: Any,
+            *args: Any,
+            **kw: Any,
         ) -> Any:
             positional, keyword, fixed = static.split(args, kw)
 
@@ -87,7 +92,9 @@ def remat_linen(
 
             return make(body, label)(variables, rngs, *positional, **keyword)
 
-        return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
+        return lift.pack(
+            inner, (True,), (True,), (True,), name="remat", enable_kwargs=True
+        )
 
     lifted: Any = transforms.lift_transform(transform, module, methods=None)
     lifted.__name__ = module.__name__
@@ -98,7 +105,7 @@ def remat_linen(
 
 
 def remat_nnx_class(module: type[nnx.Module], call: Callable[..., Any]) -> Any:
-    """Return a subclass of the nnx Module, of the same name, with another `__call__`."""
+    """Return a subclass of the Module, of the same name, with another `__call__`."""
     body = {
         "__call__": call,
         "__doc__": module.__doc__,
@@ -113,8 +120,8 @@ def with_nnx_state(
 ) -> Callable[..., Any]:
     """Return a function with a rematerialised body, nnx Modules allowed as arguments.
 
-    A Module's state (parameters, batch statistics, counts of random streams) goes in and
-    comes out as arrays, and the caller's Module is updated in place.
+    A Module's state (parameters, batch statistics, counts of random streams) goes in
+    and comes out as arrays, and the caller's Module is updated in place.
     """
     label = f"`{getattr(fn, '__qualname__', type(fn).__name__)}`"
     static = StaticArguments(fn, static_argnames, label) if static_argnames else None

@@ -29,7 +29,8 @@ def parse_bytes(amount: str | int, *, argument: str = "bytes") -> int:
         >>> parse_bytes("70")
         Traceback (most recent call last):
         ...
-        ValueError: `bytes=70` has no unit. Write an amount with its unit, as in `70GiB` \
+        ValueError: `bytes=70` has no unit. Write an amount with its unit, as in \
+`70GiB` \
 (2**30 bytes) or `75GB` (10**9).
     """
     given = f"`{argument}={amount}`"

@@ -17,17 +17,17 @@ class Workload:
 
     Attributes:
         name: Short label for tables and logs.
-        loss_fn: `loss_fn(params, batch, rng=None) -> loss` or `(loss, aux)`; `loss` is a
-            scalar.
+        loss_fn: `loss_fn(params, batch, rng=None) -> loss` or `(loss, aux)`; `loss` is
+            a scalar.
         params: Tree of `jax.ShapeDtypeStruct` (or arrays), the first argument.
         batch: Tree of `jax.ShapeDtypeStruct` (or arrays), the second argument.
         optimizer: The optax transformation that one step applies.
-        init: `init(rng) -> params`; needed to run (train, or measure an attached device).
-        data: `data(split) -> iterator of batches`, `split` in `"train"`, `"validation"`;
-            needed to train. A data set given by `--data` reaches it through the
-            workload function's `data_path` keyword.
-        make_step: `make_step(loss_fn) -> step` for users whose training step is special;
-            replaces `optimizer`.
+        init: `init(rng) -> params`; needed to train, and to measure here.
+        data: `data(split) -> iterator of batches`, `split` in `"train"`,
+            `"validation"`; needed to train. A data set given by `--data` reaches it
+            through the workload function's `data_path` keyword.
+        make_step: `make_step(loss_fn) -> step` for users whose training step is
+            special; replaces `optimizer`.
         layers: Number of repeated layers, if the program has them (for reports).
     """
 

@@ -1,0 +1,1 @@
+"""Tracing: values, residuals, work, and names for chosen values of a program."""

@@ -33,8 +33,8 @@ def _warnings(graph: Graph) -> Iterator[str]:
     if graph.regions and saves_nothing(graph):
         yield (
             "Remat saves nothing here: the backward pass holds as many bytes at its "
-            "worst moment as without it. Wrap one layer of several, not the whole model "
-            "and not a single product; per layer is best."
+            "worst moment as without it. Wrap one layer of several, not the whole "
+            "model and not a single product; per layer is best."
         )
 
 

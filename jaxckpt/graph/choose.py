@@ -9,10 +9,10 @@ from typing import Any
 
 from jaxckpt import _jax
 from jaxckpt.errors import PolicyError, did_you_mean
-from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
 from jaxckpt.graph.reads import find_reads
 from jaxckpt.graph.tag import tag, tag_names
 from jaxckpt.graph.values import Values, find_values
+from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def one_of_each(values: Values, choice: Mapping[int, Decision]) -> dict[int, Dec
     """Keep one of the values that are views of the same bytes.
 
     The decision of a value that the program names goes first, since what follows reads
-    that one. Where a `custom_vjp` backward rule reads the bytes, the rule's own value is
-    kept, so that the rule is not run again for it; else the chosen one nearest the root.
+    that one. Where a `custom_vjp` backward rule reads the bytes, the rule's own value
+    is kept, so that the rule is not run again for it; else the one nearest the root.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for index in sorted(choice):
@@ -94,28 +94,27 @@ def check_patterns(
     for group in policy.optional_patterns():
         if not any(matches(p, name) for p in group for name in read):
             raise PolicyError(
-                f"None of the names of `{policy}` ({', '.join(group)}) is on a value that "
-                f"the backward pass of {where} reads. Names read there: "
+                f"None of the names of `{policy}` ({', '.join(group)}) is on a value "
+                f"that the backward pass of {where} reads. Names read there: "
                 f"{', '.join(sorted(read)) or '(none)'}."
             )
 
 
-def _check_pattern(
-    pattern: str, names: set[str], read: set[str], where: str
-) -> None:
+def _check_pattern(pattern: str, names: set[str], read: set[str], where: str) -> None:
     if any(matches(pattern, name) for name in read):
         return
     if not names:
         raise PolicyError(
             f"`{pattern}` names a value of {where}, but that has no named values. Name "
-            "them by `x = jax.ad_checkpoint.checkpoint_name(x, name)`, and use the result."
+            "them by `x = jax.ad_checkpoint.checkpoint_name(x, name)`, and use the "
+            "result."
         )
     unread = sorted(name for name in names if matches(pattern, name))
     if unread:
         raise PolicyError(
             f"`{pattern}` matches `{', '.join(unread)}` of {where}, which neither its "
-            "backward pass nor a recomputation reads: keeping it saves nothing. Name the "
-            f"layer's input instead, or use one of: {', '.join(sorted(read))}."
+            "backward pass nor a recomputation reads: keeping it saves nothing. Name "
+            f"the layer's input instead, or use one of: {', '.join(sorted(read))}."
         )
     raise PolicyError(
         f"`{pattern}` matches no named value of {where}. {did_you_mean(pattern, names)}"

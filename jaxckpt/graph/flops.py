@@ -15,7 +15,14 @@ from jaxckpt import _jax
 from jaxckpt.matmul import find_matmul
 
 _FREE = frozenset(
-    ("reshape", "broadcast_in_dim", "transpose", "squeeze", "slice", "convert_element_type")
+    (
+        "reshape",
+        "broadcast_in_dim",
+        "transpose",
+        "squeeze",
+        "slice",
+        "convert_element_type",
+    )
     + ("concatenate", "pad", "iota", "copy", "name", "gather", "dynamic_slice", "rev")
     + ("dynamic_update_slice", "optimization_barrier", "select_n", "stop_gradient")
 )
@@ -37,7 +44,7 @@ class Flops:
 
 
 def count_flops(closed: Any) -> Flops:
-    """Count the work of a jaxpr: scan bodies times their length, `cond` by its dearest branch.
+    """Count the work of a jaxpr: scan bodies times their length, the dearest branch.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -67,7 +74,7 @@ def matmul_flops(closed: Any) -> int:
 def equations(closed: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yield each equation of a program, inner ones too, with how often it runs.
 
-    A `cond` yields only the branch with the most matmul FLOPs; a `while` body counts once.
+    A `cond` yields only the branch with the most FLOPs; a `while` body counts once.
     """
     for eqn in _jax.open_jaxpr(closed).eqns:
         yield eqn, times

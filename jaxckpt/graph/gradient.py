@@ -1,4 +1,4 @@
-"""Gradient programs of a function, traced: what is kept, what runs again, what it costs."""
+"""Gradient programs of a function, traced: what is kept and what runs again."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Differentiable:
         return Linearized(closed, count[-1])
 
     def gradient(self) -> Any:
-        """Trace forward and backward pass: outputs, then gradients, for ones as cotangents."""
+        """Trace forward and backward pass: outputs, then gradients (of ones)."""
 
         def both(*leaves: Any) -> list[Any]:
             outputs, vjp = self._vjp(leaves)
@@ -174,7 +174,7 @@ def has_remat(closed: Any) -> bool:
 
 
 def abstract(leaf: Any) -> Any:
-    """Return the shape and dtype of an argument leaf, sharding kept where it has one."""
+    """Return the shape and dtype of an argument leaf, and its sharding, if any."""
     if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)):
         return leaf
     return struct_of(jax.typeof(leaf), getattr(leaf, "sharding", None))

@@ -33,8 +33,8 @@ def find_recomputed(
     """Return the values that the backward pass computes again under a JAX policy.
 
     Every value gets a numbered mark, the program is rematerialised under the policy and
-    JAX's own dead code elimination decides: a mark that is still in the backward program
-    belongs to a value that is computed again there.
+    JAX's own dead code elimination decides: a mark that is still in the backward
+    program belongs to a value that is computed again there.
     """
     keeps_names = policy is not None
     numbers = {

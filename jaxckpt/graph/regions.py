@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,9 +49,10 @@ class Region:
 
     @cached_property
     def recomputed(self) -> tuple[Value, ...]:
-        """What the backward pass computes again, in order."""
-        indices = find_recomputed(self._values, self.body, self.policy)
-        return tuple(self._values.items[i] for i in sorted(indices))
+        """What the backward pass computes again, in order; a view's name counts."""
+        values = self._values
+        indices = sorted(find_recomputed(values, self.body, self.policy))
+        return tuple(replace(values.items[i], name=values.name_of(i)) for i in indices)
 
     @cached_property
     def names_without_effect(self) -> frozenset[str]:
@@ -69,7 +70,7 @@ class Region:
 
     @cached_property
     def transient_bytes(self) -> int:
-        """Bytes that the backward pass holds of one run, once it has computed it again."""
+        """Bytes that the backward pass holds of one run, computed again."""
         return sum(
             r.bytes for r in _kept(_jax.jaxpr_function(self.body), self._arguments)
         )
@@ -93,7 +94,7 @@ def find_regions(closed: Any) -> tuple[Region, ...]:
 
 
 def layer_scans(closed: Any) -> Iterator[int]:
-    """Yield the lengths of outermost scans with products, over inputs of the program."""
+    """Yield the lengths of outermost scans with products over the program's inputs."""
     jaxpr = _jax.open_jaxpr(closed)
     inputs = set(jaxpr.invars)
     for eqn in jaxpr.eqns:

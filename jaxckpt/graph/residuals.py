@@ -149,9 +149,7 @@ def _follow_stacked(eqn: Any, index: int, name: str | None) -> _Origin | _Input:
 
 
 def _made_by(eqn: Any, name: str | None, primitive: str) -> _Origin:
-    return _Origin(
-        name, primitive, source=_jax.source_line(eqn), scope=_jax.scope(eqn)
-    )
+    return _Origin(name, primitive, source=_jax.source_line(eqn), scope=_jax.scope(eqn))
 
 
 def _moves_to_host(eqn: Any, index: int) -> bool:

@@ -18,20 +18,17 @@ from jaxckpt.graph.values import FORWARD_RULE, Path, Place, Values
 def tag_names(values: Values, indices: Iterable[int]) -> dict[int, str]:
     """Return a readable, unique and stable name for each chosen value.
 
-    It is the name that the program gave (to the value or a view of it), or else the name
-    stack and the operation; equal ones are numbered from the second on, in the order of
-    the program.
+    It is the name that the program gave (to the value or a view of it), or else the
+    name stack and the operation; equal ones are numbered from the second on, in the
+    order of the program.
     """
-    known_as: dict[int, str] = {}
-    for index, value in enumerate(values.items):
-        if value.name is not None:
-            known_as.setdefault(values.root(index), value.name)
     used: dict[str, int] = defaultdict(int)
     names = {}
     for index in sorted(indices):
         value = values.items[index]
-        base = value.name or known_as.get(index)
-        base = base or "/".join(filter(None, (value.scope, value.primitive)))
+        base = values.name_of(index) or "/".join(
+            filter(None, (value.scope, value.primitive))
+        )
         used[base] += 1
         names[index] = base if used[base] == 1 else f"{base}#{used[base]}"
     return names

@@ -61,7 +61,7 @@ class Graph:
 
     @cached_property
     def equations(self) -> tuple[Equation, ...]:
-        """Every operation that runs, inner ones in place of the calls that hold them."""
+        """Every operation that runs; inner ones stand for the calls that hold them."""
         return tuple(
             _equation(eqn, times)
             for eqn, times in equations(self.jaxpr)
@@ -75,7 +75,7 @@ class Graph:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the residuals on the device, arguments and views of them left out."""
+        """Bytes of the residuals on the device, without arguments and views of them."""
         kept = (r for r in self.residuals if not r.argument and r.decision == "save")
         return sum(r.bytes for r in kept)
 
@@ -91,12 +91,12 @@ class Graph:
 
     @cached_property
     def gradient_flops(self) -> int:
-        """Matmul FLOPs of forward and backward pass together, recomputation included."""
+        """Matmul FLOPs of forward and backward pass, recomputation included."""
         return matmul_flops(self._split.gradient())
 
     @cached_property
     def recompute_flops(self) -> int:
-        """Matmul FLOPs that run again: those of the gradient beyond it without remat."""
+        """Matmul FLOPs that run again: the gradient's, less those without remat."""
         if not self.has_remat:
             return 0
         return self.gradient_flops - self.plain.gradient_flops
@@ -123,7 +123,9 @@ class Graph:
 
     def scopes(self, prefix: str) -> tuple[str, ...]:
         """Return what stands in brackets in `named_scope("prefix[...]")`, each once."""
-        marks = (part for e, _ in equations(self.jaxpr) for part in _jax.scope(e).split("/"))
+        marks = (
+            part for e, _ in equations(self.jaxpr) for part in _jax.scope(e).split("/")
+        )
         start = f"{prefix}["
         found = (m[len(start) : -1] for m in marks if m.startswith(start))
         return tuple(dict.fromkeys(found))

@@ -1,8 +1,9 @@
 """Every value of a program that could be kept, and which of them hold the same data.
 
-A jaxpr is walked once. `jit`, `scan`, `cond`, `while`, `shard_map` and the forward rules of
-`custom_vjp` calls are opened. A value's place is a path, the same at each re-tracing:
-equation numbers, with the name of the parameter that holds an inner jaxpr in between.
+A jaxpr is walked once. `jit`, `scan`, `cond`, `while`, `shard_map` and the forward
+rules of `custom_vjp` calls are opened. A value's place is a path, the same at each
+re-tracing: equation numbers, with the name of the parameter that holds an inner jaxpr
+in between.
 """
 
 from __future__ import annotations
@@ -138,6 +139,18 @@ class Values:
             found = self._index.get(key, found)
         return found
 
+    @cached_property
+    def _names_of_views(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for index, value in enumerate(self.items):
+            if value.name is not None:
+                names.setdefault(self.root(index), value.name)
+        return names
+
+    def name_of(self, index: int) -> str | None:
+        """Return the name that the program gave to a value, or to a view of it."""
+        return self.items[index].name or self._names_of_views.get(index)
+
     def is_rule_residual(self, index: int) -> bool:
         """Return whether a `custom_vjp` backward rule reads the value."""
         return self._keys[index] in self._rule_residuals
@@ -152,14 +165,18 @@ class Values:
         """Add a value."""
         self._by_key[key] = value
 
-    def link(self, key: Key, to: Key, name: str | None = None, view: bool = True) -> None:
+    def link(
+        self, key: Key, to: Key, name: str | None = None, view: bool = True
+    ) -> None:
         """Say that `to` holds the data of `key`, under a name if a name is given."""
         self._links[key].append((to, name))
         self._links[to].append((key, name))
         if view:
             self._view_of[to] = key
 
-    def close_rule(self, first: int, outputs: Sequence[Key], times: int, dot: str | None):
+    def close_rule(
+        self, first: int, outputs: Sequence[Key], times: int, dot: str | None
+    ):
         """Keep, of the values of a forward rule, those that are worth keeping.
 
         They are its residuals and outputs (and what these are views of) and what it
@@ -291,7 +308,7 @@ def _dot_of(eqn: Any) -> str | None:
 
 
 def contained_dot(jaxpr: Any) -> str | None:
-    """Return `"batched"` if any dot inside is, `"unbatched"` if all are not, else None."""
+    """Return `"batched"` if any dot inside is, `"unbatched"` if none, None without."""
     kinds = {_dot_of(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns}
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         for inner in _jax.inner_jaxprs(eqn).values():

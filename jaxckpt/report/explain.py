@@ -1,4 +1,4 @@
-"""`explain`: what a program keeps for its backward pass, and what runs again, in order."""
+"""`explain`: what a program keeps for its backward pass, and what runs again."""
 
 from __future__ import annotations
 
@@ -112,8 +112,10 @@ def explain(graph: Graph, label: str = "program") -> Explanation:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import jaxckpt
-        >>> layer = jaxckpt.remat(lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w), policy="full")
-        >>> graph = jaxckpt.trace(layer, jnp.ones((4, 4)), jnp.ones((2, 4)), argnums=None)
+        >>> fn = lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w)
+        >>> layer = jaxckpt.remat(fn, policy="full")
+        >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+        >>> graph = jaxckpt.trace(layer, w, x, argnums=None)
         >>> jaxckpt.explain(graph).as_json()["regions"][0]["recomputed"]
         ['dot_general', 'dot_general']
     """
@@ -160,13 +162,17 @@ def _table(rows: tuple[Row, ...]) -> Table:
 
 def _draw(console: Console, region: Region) -> None:
     """Draw one layer: `*` kept, `h` on the host, and what runs again, in order."""
-    times = f" x {region.times * region.calls}" if region.times * region.calls > 1 else ""
+    times = (
+        f" x {region.times * region.calls}" if region.times * region.calls > 1 else ""
+    )
     console.print(f"remat{times}")
     console.print("  keeps  * its inputs")
     for residual in region.kept:
         mark = "*" if residual.decision == "save" else "h"
         name = escape(residual.label)
-        console.print(f"         {mark} {name}  {_mib(residual.bytes)}", highlight=False)
+        console.print(
+            f"         {mark} {name}  {_mib(residual.bytes)}", highlight=False
+        )
     steps = _steps(region)
     again = " > ".join(steps) if steps else "nothing but elementwise work"
     console.print(f"  runs again, in order: {escape(again)}", highlight=False)
@@ -184,7 +190,7 @@ def _is_step(value: Value) -> bool:
 
 
 def _step_label(value: Value) -> str:
-    """Return the name, else the innermost scope (a flax submodule), else the operation."""
+    """Return the name, else the innermost scope (a submodule), else the operation."""
     return value.name or value.scope.rpartition("/")[2] or value.primitive
 
 
@@ -199,8 +205,8 @@ def _notes(region: Region) -> Iterator[str]:
     if skipped and any(find_matmul(r.primitive) for r in region.kept):
         products = ", ".join(sorted({_step_label(v) for v in region.skipped_dots}))
         yield (
-            f"{len(region.skipped_dots)} products of batches of matrices ({products}) run "
-            f"again, {_mib(skipped)} a layer; `save_dots()` keeps them, "
+            f"{len(region.skipped_dots)} products of batches of matrices ({products}) "
+            f"run again, {_mib(skipped)} a layer; `save_dots()` keeps them, "
             "`save_dots(batch_dims=False)` does not."
         )
 

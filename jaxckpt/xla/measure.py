@@ -191,7 +191,7 @@ def measure_workload(
 
 
 def trace_loss(workload: Workload) -> Graph:
-    """Trace a workload's loss as training runs it: with a random key, if it takes one."""
+    """Trace a workload's loss as training runs it: with a key if it takes one."""
 
     def loss(params: PyTree, batch: PyTree, rng: Any) -> Any:
         return call_loss(workload.loss_fn, params, batch, rng)
@@ -208,8 +208,8 @@ def whole_step(workload: Workload) -> tuple[Callable[..., Any], PyTree]:
         return workload.make_step(workload.loss_fn), workload.params
     if workload.optimizer is None:
         raise WorkloadError(
-            f"`{workload.name}` has neither `optimizer` nor `make_step`, so that there is "
-            "no training step to compile. Give one of the two."
+            f"`{workload.name}` has neither `optimizer` nor `make_step`, so that there "
+            "is no training step to compile. Give one of the two."
         )
     step = train_step_fn(workload.loss_fn, workload.optimizer)
     return step, abstract_state(workload.params, workload.optimizer)
