@@ -226,7 +226,7 @@ def nbytes(aval: Any) -> int:
 
 def version() -> tuple[int, ...]:
     """Return JAX's version as numbers, (0, 12, 0) for `0.12.0.1`."""
-    return jax.version.__version_info__[:3]
+    return tuple(map(int, jax.__version__.split(".")[:3]))
 
 
 _mark_p = jex.Primitive("jaxckpt_mark")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import linen, nnx
+from jax.core import Tracer
 
 from jaxckpt import _jax
 from jaxckpt.errors import PolicyError, WorkloadError
@@ -145,7 +146,7 @@ class _Rematted:
             prevent_cse=self.prevent_cse,
             policy=self._jax_policy(chosen.saved, chosen.offloaded),
         )
-        closes_over_tracers = any(isinstance(c, jax.core.Tracer) for c in closed.consts)
+        closes_over_tracers = any(isinstance(c, Tracer) for c in closed.consts)
         return (run, jax.tree.structure(shapes)), not closes_over_tracers
 
     def _jax_policy(self, saved: Sequence[str], offloaded: Sequence[str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +113,9 @@ def remat_nnx_class(module: type[nnx.Module], call: Callable[..., Any]) -> Any:
         "__module__": module.__module__,
         "__qualname__": module.__qualname__,
     }
-    return type(module)(module.__name__, (module,), body)
+    return types.new_class(
+        module.__name__, (module,), exec_body=lambda ns: ns.update(body)
+    )
 
 
 def with_nnx_state(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxckpt import _jax
 
@@ -175,7 +176,7 @@ def has_remat(closed: Any) -> bool:
 
 def abstract(leaf: Any) -> Any:
     """Return the shape and dtype of an argument leaf, and its sharding, if any."""
-    if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+    if isinstance(leaf, (jax.ShapeDtypeStruct, Tracer)):
         return leaf
     return struct_of(jax.typeof(leaf), getattr(leaf, "sharding", None))
 

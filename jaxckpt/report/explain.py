@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -179,9 +178,19 @@ def _draw(console: Console, region: Region) -> None:
 
 
 def _steps(region: Region) -> list[str]:
-    """Return the products and named values that are computed again, in order."""
-    labels = [_step_label(v) for v in region.recomputed if _is_step(v)]
-    return [label for label, _ in itertools.groupby(labels)]
+    """Return the products and named values that are computed again, in order.
+
+    A product and what is added to it before it gets its name are one step.
+    """
+    steps = [v for v in region.recomputed if _is_step(v)]
+    pairs = zip([None, *steps], steps, strict=False)
+    return [_step_label(v) for before, v in pairs if not _continues(before, v)]
+
+
+def _continues(before: Value | None, value: Value) -> bool:
+    if before is None or (before.dot and value.dot):
+        return False
+    return _step_label(before) == _step_label(value)
 
 
 def _is_step(value: Value) -> bool:
