@@ -93,6 +93,10 @@ class Policy:
         """Return the name patterns that must match a value."""
         return ()
 
+    def excluded_patterns(self) -> tuple[str, ...]:
+        """Return the name patterns behind a `-`, which must name something."""
+        return ()
+
     def optional_patterns(self) -> tuple[tuple[str, ...], ...]:
         """Return groups of patterns of which one in each group must match."""
         return ()
@@ -214,6 +218,9 @@ class Pair(Policy):
     def patterns(self) -> tuple[str, ...]:
         return self.left.patterns() + self.right.patterns()
 
+    def excluded_patterns(self) -> tuple[str, ...]:
+        return self.left.excluded_patterns() + self.right.excluded_patterns()
+
     def optional_patterns(self) -> tuple[tuple[str, ...], ...]:
         return self.left.optional_patterns() + self.right.optional_patterns()
 
@@ -252,6 +259,12 @@ class Or(Pair):
 @dataclass(frozen=True)
 class Minus(Pair):
     """`left - right`."""
+
+    def patterns(self) -> tuple[str, ...]:
+        return self.left.patterns()
+
+    def excluded_patterns(self) -> tuple[str, ...]:
+        return super().excluded_patterns() + self.right.patterns()
 
     def decide(self, candidate: Candidate) -> Decision:
         if self.right.decide(candidate) is not Decision.RECOMPUTE:

@@ -11,7 +11,7 @@ from jaxckpt import _jax
 from jaxckpt.errors import PolicyError, did_you_mean
 from jaxckpt.graph.reads import find_reads
 from jaxckpt.graph.tag import tag, tag_names
-from jaxckpt.graph.values import Values, find_values
+from jaxckpt.graph.values import ForwardRuleError, Values, find_values
 from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
 
 
@@ -47,8 +47,12 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
     """
     if isinstance(policy, Everything):
         return Chosen(closed, (), (), ())
-    values = find_values(closed)
-    reads = find_reads(values, closed)
+    try:
+        values = find_values(closed)
+    except ForwardRuleError:
+        # No gradient is taken of such a call, or JAX says itself what the rule says.
+        return Chosen(closed, (), (), ())
+    reads = _find_reads(values, closed)
     if check:
         check_patterns(policy, values, reads, where)
     candidates = [v.candidate for v in values.items]
@@ -83,6 +87,18 @@ def one_of_each(values: Values, choice: Mapping[int, Decision]) -> dict[int, Dec
     return kept
 
 
+def _find_reads(values: Values, closed: Any) -> Collection[int]:
+    """Return what is read; everything, where not all inputs can be differentiated.
+
+    A layer may hold a loop without a gradient that only frozen inputs go through, and
+    which inputs are differentiated is not known before JAX does it.
+    """
+    try:
+        return find_reads(values, closed)
+    except Exception:
+        return range(len(values.items))
+
+
 def check_patterns(
     policy: Policy, values: Values, reads: Collection[int], where: str
 ) -> None:
@@ -91,6 +107,8 @@ def check_patterns(
     read = {v.name for i, v in enumerate(values.items) if v.name and i in reads}
     for pattern in policy.patterns():
         _check_pattern(pattern, names, read, where)
+    for pattern in policy.excluded_patterns():
+        _check_pattern(pattern, names, names, where)
     for group in policy.optional_patterns():
         if not any(matches(p, name) for p in group for name in read):
             raise PolicyError(

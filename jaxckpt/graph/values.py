@@ -53,6 +53,13 @@ _IMPLIED_NAMES = {
 }
 
 
+class ForwardRuleError(Exception):
+    """A `custom_vjp` forward rule refuses what its primal function takes.
+
+    cuDNN attention does, for a sequence of one token.
+    """
+
+
 @dataclass(frozen=True)
 class Value:
     """One value that could be kept.
@@ -240,7 +247,10 @@ def _visit_custom_vjp(
     values: Values, eqn: Any, path: Path, here: Path, times: int
 ) -> None:
     """Open the forward rule: it is what runs where a gradient is taken."""
-    rule = _jax.forward_rule(eqn)
+    try:
+        rule = _jax.forward_rule(eqn)
+    except Exception as error:  # whatever the user's rule raises
+        raise ForwardRuleError from error
     assert rule is not None
     jaxpr, _, num_residuals = rule
     inside = (*here, FORWARD_RULE)
