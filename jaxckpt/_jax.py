@@ -264,3 +264,9 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def rule_sources(eqn: Any) -> list[str]:
+    """Return `name at file:line` of each derivative rule that an equation carries."""
+    rules = (eqn.params.get(key) for key in ("jvp_jaxpr_fun", "bwd"))
+    return [r.debug_info.func_src_info for r in rules if hasattr(r, "debug_info")]

@@ -10,9 +10,14 @@ from typing import Any
 from jaxckpt import _jax
 from jaxckpt.errors import PolicyError, did_you_mean
 from jaxckpt.graph.reads import find_reads
+from jaxckpt.graph.structure import structure_key
 from jaxckpt.graph.tag import tag, tag_names
 from jaxckpt.graph.values import ForwardRuleError, Values, find_values
 from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
+
+
+_READS: dict[Any, Collection[int]] = {}
+_READS_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,18 @@ def _find_reads(values: Values, closed: Any) -> Collection[int]:
     """Return what is read; everything, where not all inputs can be differentiated.
 
     A layer may hold a loop without a gradient that only frozen inputs go through, and
-    which inputs are differentiated is not known before JAX does it.
+    which inputs are differentiated is not known before JAX does it. Layers of equal
+    structure share one answer, since it takes a trace of the gradient to find.
     """
-    try:
-        return find_reads(values, closed)
-    except Exception:
-        return range(len(values.items))
+    key = (structure_key(closed), _jax.trace_context())
+    if key not in _READS:
+        while len(_READS) >= _READS_KEPT:
+            del _READS[next(iter(_READS))]
+        try:
+            _READS[key] = find_reads(values, closed)
+        except Exception:
+            _READS[key] = range(len(values.items))
+    return _READS[key]
 
 
 def check_patterns(

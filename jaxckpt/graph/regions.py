@@ -14,6 +14,7 @@ from jaxckpt.graph.flops import matmul_flops
 from jaxckpt.graph.gradient import Differentiable, struct_of
 from jaxckpt.graph.reads import find_reads, find_recomputed
 from jaxckpt.graph.residuals import Residual, find_residuals
+from jaxckpt.graph.structure import structure_key
 from jaxckpt.graph.values import VIEWS, Value, Values, find_values
 
 
@@ -86,7 +87,7 @@ def find_regions(closed: Any) -> tuple[Region, ...]:
     found: dict[Any, Region] = {}
     for parameters, times in _remat_calls(closed, 1):
         body = _jax.close_jaxpr(parameters["jaxpr"])
-        key = (str(_jax.open_jaxpr(body)), parameters["policy"], times)
+        key = (structure_key(body), parameters["policy"], times)
         known = found.get(key)
         calls = known.calls + 1 if known else 1
         found[key] = Region(body, parameters["policy"], times, calls)

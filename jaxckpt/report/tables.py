@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from jaxckpt.devices import Device
@@ -128,8 +129,12 @@ def measurement_table(measurement: Mapping[str, Any]) -> Table:
     table.add_section()
     table.add_row("attention", str(get("attention") or UNKNOWN))
     table.add_row("layers scanned", _yes_no(get("scanned")))
-    table.add_row("XLA flags", _flags(get("xla_flags")))
+    table.add_row("XLA_FLAGS", str(get("xla_flags") or UNKNOWN))
     table.add_row("versions", _pairs(get("versions")))
+    if get("unpriced"):
+        table.add_row("priced by bytes", ", ".join(get("unpriced")))
+    for warning in get("warnings") or ():
+        table.add_row("[yellow]warning[/yellow]", escape(warning))
     return table
 
 
@@ -162,7 +167,7 @@ def policy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row["policy"]),
+            escape(str(row["policy"])),
             format_bytes(row["peak_bytes"]),
             format_bytes(row["temp_bytes"]),
             _share(row),
@@ -195,10 +200,5 @@ def _yes_no(answer: bool | None) -> str:
 
 
 def _pairs(pairs: Mapping[str, Any] | None) -> str:
-    return ", ".join(f"{k} {v}" for k, v in (pairs or {}).items()) or UNKNOWN
-
-
-def _flags(flags: Any) -> str:
-    if isinstance(flags, Mapping):
-        return " ".join(f"--{k}={v}" for k, v in flags.items()) or UNKNOWN
-    return str(flags or UNKNOWN)
+    present = {k: v for k, v in (pairs or {}).items() if v is not None}
+    return ", ".join(f"{k} {v}" for k, v in present.items()) or UNKNOWN
