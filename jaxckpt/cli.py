@@ -102,7 +102,7 @@ def devices(as_json: Json = False) -> None:
     obstacles = {name: marks.get(reason or "") for name, reason in reasons.items()}
     _print(device_table(chips, obstacles))
     for i, reason in enumerate(distinct, start=1):
-        print(f"[{i}] {reason}")
+        Console().print(f"[{i}] {reason}", markup=False, highlight=False)
 
 
 @app.command()

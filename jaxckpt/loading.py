@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -142,7 +143,8 @@ def _near_files(path: Path) -> str:
     if not path.parent.is_dir():
         return f"There is no folder `{path.parent}` either."
     names = [p.name for p in path.parent.glob("*.py") if p.name != "__init__.py"]
-    return f"In that folder: {did_you_mean(path.name, names)}"
+    nearest = difflib.get_close_matches(path.name, names, n=20, cutoff=0.0)
+    return did_you_mean(path.name, nearest)
 
 
 def _line_in(path: Path, error: BaseException) -> str:

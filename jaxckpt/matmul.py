@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 Avals = Sequence[Any]
 Params = Mapping[str, Any]
 
@@ -71,10 +73,37 @@ def _dot_flops(ins: Avals, outs: Avals, params: Params) -> int:
 
 
 def _conv_flops(ins: Avals, outs: Avals, params: Params) -> int:
-    """2 x (elements of the result) x (kernel elements that each of them reads)."""
-    kernel = ins[1]
-    out_features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
-    return 2 * outs[0].size * (kernel.size // out_features)
+    """2 x (pairs of a result and a kernel element that meets a real input element).
+
+    Zeros of padding and of a dilated input are no work: the compiler leaves them out.
+    """
+    numbers = params["dimension_numbers"]
+    kernel = [ins[1].shape[d] for d in numbers.rhs_spec]
+    sizes = [ins[0].shape[d] for d in numbers.lhs_spec[2:]]
+    positions = [outs[0].shape[d] for d in numbers.out_spec[2:]]
+    pairs = math.prod(map(_taps, sizes, positions, kernel[2:], *_strides(params)))
+    return 2 * (outs[0].size // max(1, math.prod(positions))) * kernel[1] * pairs
+
+
+def _strides(params: Params) -> tuple[Sequence[Any], ...]:
+    keys = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    return tuple(params[key] for key in keys)
+
+
+def _taps(
+    size: int,
+    positions: int,
+    kernel: int,
+    stride: int,
+    padding: tuple[int, int],
+    spread: int,
+    dilation: int,
+) -> int:
+    """Count (position, kernel element) pairs of one dimension on real elements."""
+    start = np.arange(positions)[:, None] * stride - padding[0]
+    index = start + np.arange(kernel)[None] * dilation
+    real = (index >= 0) & (index <= (size - 1) * spread) & (index % spread == 0)
+    return int(real.sum())
 
 
 def _ragged_flops(ins: Avals, outs: Avals, params: Params) -> int:
@@ -84,13 +113,12 @@ def _ragged_flops(ins: Avals, outs: Avals, params: Params) -> int:
     rows, so that all groups together contract each row once.
     """
     numbers = params["ragged_dot_dimension_numbers"]
-    (lhs_contract, _), (lhs_batch, _) = numbers.dot_dimension_numbers
+    (lhs_contract, _), _ = numbers.dot_dimension_numbers
     ragged = tuple(numbers.lhs_ragged_dimensions)
     contracted = math.prod(ins[0].shape[d] for d in lhs_contract)
     result = outs[0].size
-    if set(ragged) & set(lhs_contract) or set(ragged) & set(lhs_batch):
-        groups = ins[2].shape[-1]
-        result //= groups
+    if set(ragged) & set(lhs_contract):
+        result //= ins[2].shape[-1]
     return 2 * result * contracted
 
 

@@ -22,8 +22,11 @@ from jaxckpt.policy_algebra import (
 from jaxckpt.policy_algebra import Policy as Policy
 from jaxckpt.units import parse_bytes
 
+Name = str | Iterable[Any]
+"""A name, a glob pattern, or lists and tuples of them, nested or not."""
 
-def save(*names: str | Iterable[str]) -> Policy:
+
+def save(*names: Name) -> Policy:
     """Keep the values whose name matches one of the glob patterns on the device.
 
     Args:
@@ -40,7 +43,7 @@ def save(*names: str | Iterable[str]) -> Policy:
     return Names(_flat_names(names, "save"))
 
 
-def offload(*names: str | Iterable[str]) -> Policy:
+def offload(*names: Name) -> Policy:
     """Move the values whose name matches to host memory, and back when they are read.
 
     Example:
@@ -113,7 +116,7 @@ def save_larger_than(size: int | str) -> Policy:
         raise PolicyError(str(error)) from None
 
 
-def recompute(*names: str | Iterable[str]) -> Policy:
+def recompute(*names: Name) -> Policy:
     """Keep all but the values whose name matches: `save_everything() - save(...)`.
 
     Example:
@@ -160,9 +163,10 @@ def _flat_names(names: Any, function: str) -> tuple[str, ...]:
             raise PolicyError(
                 f"`{name!r}` in `{function}(...)` is not a name (a string)."
             )
-    if not flat and not names:
+    if not flat:
         raise PolicyError(
-            f"`{function}()` needs a name. Use `save_nothing()` to keep only inputs."
+            f"`{function}()` needs a name. To keep only a layer's inputs, use "
+            "`save_nothing()`."
         )
     if any(not name for name in flat):
         raise PolicyError(f"`{function}(...)` was given an empty name.")

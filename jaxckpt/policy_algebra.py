@@ -89,6 +89,10 @@ class Policy:
         decisions = ((i, self.decide(c)) for i, c in enumerate(candidates))
         return {i: d for i, d in decisions if d is not Decision.RECOMPUTE}
 
+    def offloads(self) -> bool:
+        """Return whether any value can go to host memory."""
+        return False
+
     def patterns(self) -> tuple[str, ...]:
         """Return the name patterns that must match a value."""
         return ()
@@ -143,6 +147,9 @@ class Names(Policy):
         kept = name is not None and any(matches(p, name) for p in self.names)
         return self.decision if kept else Decision.RECOMPUTE
 
+    def offloads(self) -> bool:
+        return self.decision is Decision.OFFLOAD
+
     def patterns(self) -> tuple[str, ...]:
         return self.names
 
@@ -161,6 +168,9 @@ class Dots(Policy):
         dot = candidate.dot
         kept = dot == "unbatched" or (dot == "batched" and self.batch_dims)
         return self.decision if kept else Decision.RECOMPUTE
+
+    def offloads(self) -> bool:
+        return self.decision is Decision.OFFLOAD
 
     def __str__(self) -> str:
         arguments = "" if self.batch_dims else "batch_dims=False"
@@ -215,6 +225,9 @@ class Pair(Policy):
     left: Policy
     right: Policy
 
+    def offloads(self) -> bool:
+        return self.left.offloads() or self.right.offloads()
+
     def patterns(self) -> tuple[str, ...]:
         return self.left.patterns() + self.right.patterns()
 
@@ -259,6 +272,9 @@ class Or(Pair):
 @dataclass(frozen=True)
 class Minus(Pair):
     """`left - right`."""
+
+    def offloads(self) -> bool:
+        return self.left.offloads()
 
     def patterns(self) -> tuple[str, ...]:
         return self.left.patterns()
@@ -310,6 +326,9 @@ class Recipe(Policy):
     def by_name(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.body.by_name
 
+    def offloads(self) -> bool:
+        return self.body.offloads()
+
     def optional_patterns(self) -> tuple[tuple[str, ...], ...]:
         names = self.body.patterns()
         return (names,) if names else ()
@@ -336,7 +355,11 @@ def _checked(other: Any) -> Policy:
 
 
 def _quoted(name: str) -> str:
-    return name if re.fullmatch(r"[\w.*?\[\]!:/@-]+", name) else json.dumps(name)
+    return (
+        name
+        if re.fullmatch(r"[\w.*?\[\]!:/@-]+", name)
+        else json.dumps(name, ensure_ascii=False)
+    )
 
 
 def _candidate_of(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxckpt import policy as p
 from jaxckpt.errors import PolicyError, did_you_mean
 from jaxckpt.policy_algebra import Policy, Recipe
 
-_ATTENTION = ("query_proj", "key_proj", "value_proj", "qkv_proj")
+_QKV = ("query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj")
 _MLP_IN = ("mlpwi_0", "mlpwi_1", "mlpwi")
-_MINIMAL = (*_ATTENTION, "out_proj", *_MLP_IN, "mlpwo")
+_MINIMAL = (*_QKV, "out_proj", *_MLP_IN, "mlpwo")
 
 _BODIES: dict[str, Policy] = {
     # MaxText, `remat_policy` (its decoder's `get_remat_policy`, read in 2026). Its
@@ -23,14 +23,16 @@ _BODIES: dict[str, Policy] = {
     "maxtext:minimal": p.save(_MINIMAL),
     "maxtext:minimal_with_context": p.save(_MINIMAL, "context"),
     "maxtext:minimal_flash": p.save(_MINIMAL, "context"),
-    "maxtext:save_dot_with_context_except_mlp": p.save(
-        _ATTENTION, "context", "out_proj"
+    "maxtext:minimal_with_quantization": p.save(_MINIMAL, "quantization"),
+    "maxtext:minimal_with_context_and_quantization": p.save(
+        _MINIMAL, "context", "quantization"
     ),
-    "maxtext:save_dot_except_mlp": p.save(_ATTENTION, "out_proj"),
-    "maxtext:save_dot_except_mlpwi": p.save(_ATTENTION, "out_proj", "mlpwo"),
-    "maxtext:save_qkv_proj": p.save(_ATTENTION),
+    "maxtext:save_dot_with_context_except_mlp": p.save(_QKV, "context", "out_proj"),
+    "maxtext:save_dot_except_mlp": p.save(_QKV, "out_proj"),
+    "maxtext:save_dot_except_mlpwi": p.save(_QKV, "out_proj", "mlpwo"),
+    "maxtext:save_qkv_proj": p.save(_QKV),
     "maxtext:save_out_proj": p.save("out_proj"),
-    "maxtext:qkv_proj_offloaded": p.offload("query_proj", "value_proj", "key_proj"),
+    "maxtext:qkv_proj_offloaded": p.offload(_QKV[:-1]),
     "maxtext:minimal_offloaded": p.offload(_MINIMAL),
     # Megatron-Core, `recompute_granularity`: selective recomputes the attention core.
     "megatron:full": p.save_nothing(),
@@ -59,12 +61,14 @@ _CONSTRUCTORS: dict[str, Callable[..., Policy]] = {
         p.save_larger_than,
     )
 }
+_DEEPEST = 50
 _BY_NAMES = {"save", "offload", "recompute"}
 _TOKEN = re.compile(
     r"\s*(?:(?P<op>[|()-])|(?P<call>[A-Za-z_]\w*)\s*\(|(?P<atom>[A-Za-z_][\w:]*))"
 )
 _ARGUMENT = re.compile(
-    r"""\s*(?P<arg>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^,()"']*?)\s*(?P<end>[,)])"""
+    r"""\s*(?P<arg>(?:\w+\s*=\s*)?(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|[^,()"']*?)"""
+    r"""\s*(?P<end>[,)])"""
 )
 
 
@@ -113,6 +117,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
         self.position = 0
+        self.depth = 0
 
     def parse(self) -> Policy:
         policy = self._union()
@@ -141,7 +146,11 @@ class _Parser:
 
     def _atom(self) -> Policy:
         if self._take("("):
+            self.depth += 1
+            if self.depth > _DEEPEST:
+                raise PolicyError(f"A policy nests parentheses over {_DEEPEST} deep.")
             policy = self._union()
+            self.depth -= 1
             if not self._take(")"):
                 self._fail("`)`")
             return policy
@@ -175,14 +184,37 @@ class _Parser:
     def _call(self, function: str) -> Policy:
         arguments = self._arguments()
         if function in _BY_NAMES:
-            return _CONSTRUCTORS[function](*map(_unquote, arguments))
-        positional = [_literal(a) for a in arguments if "=" not in a]
-        pairs = [a.split("=", 1) for a in arguments if "=" in a]
-        keywords = {key.strip(): _literal(value.strip()) for key, value in pairs}
+            return _CONSTRUCTORS[function](*map(self._unquoted, arguments))
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for argument in arguments:
+            key, equals, value = argument.partition("=")
+            if not equals:
+                positional.append(self._setting(argument))
+            elif key.strip() in keywords:
+                raise PolicyError(f"`{self.text}` gives `{key.strip()}` twice.")
+            else:
+                keywords[key.strip()] = self._setting(value.strip())
         try:
             return _CONSTRUCTORS[function](*positional, **keywords)
         except TypeError as error:
             raise PolicyError(f"`{self.text}`: {error}.") from None
+
+    def _unquoted(self, argument: str) -> str:
+        if not argument.startswith(("'", '"')):
+            return argument
+        try:
+            return ast.literal_eval(argument)
+        except (ValueError, SyntaxError):
+            raise PolicyError(
+                f"`{argument}` in `{self.text}` is not a string as Python writes it."
+            ) from None
+
+    def _setting(self, argument: str) -> object:
+        """Read a setting: True, False, or text such as `1MiB`, quoted or not."""
+        if argument in ("True", "False"):
+            return argument == "True"
+        return self._unquoted(argument)
 
     def _arguments(self) -> list[str]:
         arguments: list[str] = []
@@ -205,14 +237,3 @@ class _Parser:
             f"`{self.text}` is not a policy: expected {expected} before `{rest}`. "
             "Write for example `save(query_proj, mlpwi*) | offload(context)`."
         )
-
-
-def _unquote(argument: str) -> str:
-    return ast.literal_eval(argument) if argument[0] in "'\"" else argument
-
-
-def _literal(argument: str) -> object:
-    """Read a setting: True, False, or text such as `1MiB`, quoted or not."""
-    if argument in ("True", "False"):
-        return argument == "True"
-    return _unquote(argument)

@@ -131,7 +131,7 @@ class _Rematted:
         return jax.tree.unflatten(out_tree, run(*leaves))
 
     def _trace(self, leaves: Sequence[Any], tree: Any) -> tuple[Any, bool]:
-        """Return the function of flat leaves, rematerialised; and whether to keep it."""
+        """Return the function of flat leaves, rematerialised; may it be kept?"""
 
         def flat(*values: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,31 +38,21 @@ class StaticArguments:
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Return positional and keyword arguments, and the static ones by name."""
-        if not self.names:
-            return tuple(args), dict(kwargs), {}
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        static = {n: bound.arguments[n] for n in self.names}
-        # What follows a static positional argument has to go by keyword.
-        kinds = {p.name: p.kind for p in self.signature.parameters.values()}
-        positional: list[Any] = []
-        keyword: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            if name in static:
-                continue
-            if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-                positional.extend(value)
-            elif kinds[name] is inspect.Parameter.VAR_KEYWORD:
-                keyword.update(value)
-            elif keyword or kinds[name] is inspect.Parameter.KEYWORD_ONLY:
-                keyword[name] = value
-            elif len(positional) == list(kinds).index(name):
-                positional.append(value)
-            else:
-                keyword[name] = value
-        return tuple(positional), keyword, static
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a call's other arguments and its static ones, by name."""
+        bound = self.signature.bind(*args, **kwargs).arguments
+        defaults = {n: self.signature.parameters[n].default for n in self.names}
+        static = {n: bound.get(n, defaults[n]) for n in self.names}
+        return {n: v for n, v in bound.items() if n not in static}, static
+
+    def join(
+        self, others: Mapping[str, Any], static: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments of a call."""
+        given = {**others, **static}
+        ordered = {n: given[n] for n in self.signature.parameters if n in given}
+        bound = inspect.BoundArguments(self.signature, OrderedDict(ordered))
+        return bound.args, bound.kwargs
 
 
 def remat_linen(
@@ -85,13 +76,14 @@ def remat_linen(
             *args: Any,
             **kw: Any,
         ) -> Any:
-            positional, keyword, fixed = static.split(args, kw)
+            others, fixed = static.split(args, kw)
 
-            def body(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            def body(variables: Any, rngs: Any, others: Any) -> Any:
                 scope = scope_fn(variables, rngs)
-                return fn(scope, *args, **kwargs, **fixed), repack_fn(scope)
+                args, kwargs = static.join(others, fixed)
+                return fn(scope, *args, **kwargs), repack_fn(scope)
 
-            return make(body, label)(variables, rngs, *positional, **keyword)
+            return make(body, label)(variables, rngs, others)
 
         return lift.pack(
             inner, (True,), (True,), (True,), name="remat", enable_kwargs=True
@@ -127,42 +119,63 @@ def with_nnx_state(
     and comes out as arrays, and the caller's Module is updated in place.
     """
     label = f"`{getattr(fn, '__qualname__', type(fn).__name__)}`"
-    static = StaticArguments(fn, static_argnames, label) if static_argnames else None
+    if not static_argnames:
+        return functools.wraps(fn)(_with_modules(fn, make, label))
+    static = StaticArguments(fn, static_argnames, label)
+    # One function of the other arguments for each set of static ones, so that calls
+    # with the same share a trace.
     plain: dict[Any, Callable[..., Any]] = {}
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        fixed: dict[str, Any] = {}
-        if static is not None:
-            args, kwargs, fixed = static.split(args, kwargs)
-        if _has_module((args, kwargs)):
-            return _call_with_modules(fn, make, label, args, kwargs, fixed)
-        key = tuple(sorted(fixed.items())) if fixed else ()
+        others, fixed = static.split(args, kwargs)
+        key = _hashable(fixed, label)
         if key not in plain:
-            plain[key] = make(functools.partial(fn, **fixed), label)
-        return plain[key](*args, **kwargs)
+
+            def call(others: Any) -> Any:
+                args, kwargs = static.join(others, fixed)
+                return fn(*args, **kwargs)
+
+            plain[key] = _with_modules(call, make, label)
+        return plain[key](others)
 
     return wrapped
 
 
-def _call_with_modules(
-    fn: Callable[..., Any],
-    make: MakeRematted,
-    label: str,
-    args: Any,
-    kwargs: Any,
-    fixed: Mapping[str, Any],
-) -> Any:
-    graphdef, state, arrays = nnx.split((args, kwargs), nnx.Variable, ...)
+def _hashable(fixed: Mapping[str, Any], label: str) -> tuple[Any, ...]:
+    """Return a key of static values; 1, 1.0 and True differ."""
+    for name, value in fixed.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise WorkloadError(
+                f"The static argument `{name}={value!r}` of {label} is not hashable. "
+                "Give a tuple for a list, or do not declare it static."
+            ) from None
+    return tuple((name, type(value), value) for name, value in fixed.items())
 
-    def body(state: Any, arrays: Any) -> Any:
-        args, kwargs = nnx.merge(graphdef, state, arrays)
-        out = fn(*args, **kwargs, **fixed)
-        return out, nnx.state((args, kwargs), nnx.Variable)
 
-    out, updated = make(body, label)(state, arrays)
-    nnx.update((args, kwargs), updated)
-    return out
+def _with_modules(
+    fn: Callable[..., Any], make: MakeRematted, label: str
+) -> Callable[..., Any]:
+    """Rematerialise a function whose arguments may hold nnx Modules."""
+    of_arrays = make(fn, label)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not _has_module((args, kwargs)):
+            return of_arrays(*args, **kwargs)
+        graphdef, state, arrays = nnx.split((args, kwargs), nnx.Variable, ...)
+
+        def body(state: Any, arrays: Any) -> Any:
+            args, kwargs = nnx.merge(graphdef, state, arrays)
+            out = fn(*args, **kwargs)
+            return out, nnx.state((args, kwargs), nnx.Variable)
+
+        out, updated = make(body, label)(state, arrays)
+        nnx.update((args, kwargs), updated)
+        return out
+
+    return wrapped
 
 
 def _has_module(tree: Any) -> bool:

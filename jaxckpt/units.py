@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from decimal import Decimal, InvalidOperation
 
 _UNITS = {"B": 1, "bytes": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -36,20 +36,24 @@ def parse_bytes(amount: str | int, *, argument: str = "bytes") -> int:
     given = f"`{argument}={amount}`"
     if isinstance(amount, bool) or not isinstance(amount, (str, int)):
         raise ValueError(f"{given} is not an amount of bytes. {_VALID}")
-    number, unit = (amount, 1) if isinstance(amount, int) else _split(amount, given)
-    if not math.isfinite(number) or number <= 0:
+    number, unit = (
+        (Decimal(amount), 1) if isinstance(amount, int) else _split(amount, given)
+    )
+    if not number.is_finite() or number <= 0:
         raise ValueError(f"{given} is not positive and finite. {_VALID}")
     total = number * unit
+    if total >= 2**63:
+        raise ValueError(f"{given} is more than any memory. {_VALID}")
     if total != int(total):
         raise ValueError(f"{given} is not a whole number of bytes. {_VALID}")
     return int(total)
 
 
-def _split(text: str, given: str) -> tuple[float, int]:
+def _split(text: str, given: str) -> tuple[Decimal, int]:
     match = re.fullmatch(r"\s*([+-]?[0-9.eE]+|nan|inf)\s*([A-Za-z]*)\s*", text)
     try:
-        number = float(match.group(1)) if match else None
-    except ValueError:
+        number = Decimal(match.group(1)) if match else None
+    except InvalidOperation:
         number = None
     if match is None or number is None:
         raise ValueError(f"{given} is not an amount of bytes. {_VALID}")

@@ -9,9 +9,10 @@ same shape. `H` is heads, `S` sequence length, `D` head dimension, `C` a chunk:
     cudnn            none                         a CUDA target, bf16 or f16, the wheels
     flash            resolves to cudnn where it can run, else to chunked
 
-Why our own chunked form: tokamax's `xla_chunked` (0.0.12) keeps every score for its
-backward pass after all. Temporary MiB for batch 4, 2048 positions, 16 heads of 128 in
-bf16, compiled for an absent H100 with jax 0.10.2:
+Why our own chunked form: tokamax's `xla_chunked` (0.0.12) is quadratic in `seq` once a
+gradient is taken (so say its own tests), and it brings a dozen packages. Temporary MiB
+for batch 4, 2048 positions, 16 heads of 128 in bf16, compiled for an absent H100 with
+jax 0.10.2:
 
                           xla     tokamax     ours
     forward              1536         285      192

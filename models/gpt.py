@@ -10,7 +10,7 @@ A policy chooses among the values that a layer names, in the order of the comput
     under chunked attention) -> out_proj -> mlpwi -> mlpwo
 
 The layers are one scan over stacked parameters, with the remat inside its body;
-`scan=False` unrolls them. The workloads stand at the end: `tiny`, `gpt2`, `gpt2_medium`,
+`scan=False` unrolls them. Workloads stand at the end: `tiny`, `gpt2`, `gpt2_medium`,
 `gpt2_large` and `gpt2_xl`.
 """
 

@@ -22,8 +22,8 @@ CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 
 def pytest_configure(config):
     """Keep compiled results beside pytest's own cache, not in the user's."""
-    folder = config.cache.mkdir("jaxckpt")
-    os.environ.setdefault("JAXCKPT_CACHE", str(folder))
+    if hasattr(config, "cache"):
+        os.environ.setdefault("JAXCKPT_CACHE", str(config.cache.mkdir("jaxckpt")))
 
 
 def pytest_collection_modifyitems(items):

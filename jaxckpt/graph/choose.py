@@ -15,7 +15,6 @@ from jaxckpt.graph.tag import tag, tag_names
 from jaxckpt.graph.values import ForwardRuleError, Values, find_values
 from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
 
-
 _READS: dict[Any, Collection[int]] = {}
 _READS_KEPT = 256
 
@@ -74,21 +73,21 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
 
 
 def one_of_each(values: Values, choice: Mapping[int, Decision]) -> dict[int, Decision]:
-    """Keep one of the values that are views of the same bytes.
+    """Keep one of the values that are views of the same bytes: what they are views of.
 
-    The decision of a value that the program names goes first, since what follows reads
-    that one. Where a `custom_vjp` backward rule reads the bytes, the rule's own value
-    is kept, so that the rule is not run again for it; else the one nearest the root.
+    Derivative rules read a value as it was made, before its name (that of
+    `tanh` does, and so do `custom_vjp` backward rules): with only the named view kept, the
+    operation would run again for them. A view of what is kept is free. The decision of a
+    value that the program names goes first.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for index in sorted(choice):
         groups[values.root(index)].append(index)
     kept = {}
-    for root, members in groups.items():
+    for members in groups.values():
         named = [i for i in members if values.items[i].name is not None]
-        decision = choice[(named or members)[0]]
-        same = [i for i in members if choice[i] is decision]
-        kept[root if values.is_rule_residual(root) else same[0]] = decision
+        first = (named or members)[0]
+        kept[values.root(first, own_name=True)] = choice[first]
     return kept
 
 

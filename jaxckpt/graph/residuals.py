@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxckpt import _jax
 from jaxckpt.graph.gradient import Linearized
-from jaxckpt.graph.values import VIEWS
+from jaxckpt.graph.values import is_view
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _follow(jaxpr: Any, atom: Any, name: str | None) -> _Origin | _Input:
         index = eqn.outvars.index(atom)
         name = name or _jax.bound_name(eqn)
         inner = _jax.called_jaxpr(eqn)
-        if eqn.primitive.name in VIEWS or _moves_to_host(eqn, index):
+        if is_view(eqn) or _moves_to_host(eqn, index):
             atom = eqn.invars[min(index, len(eqn.invars) - 1)]
             continue
         if inner is not None:

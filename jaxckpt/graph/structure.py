@@ -9,15 +9,15 @@ from jaxckpt import _jax
 
 
 def structure_key(closed: Any) -> tuple[Any, ...]:
-    """Return a key that programs of equal structure share, whatever their layer's name.
+    """Return a key that programs of equal structure share.
 
     It holds the operations, their parameters, types and links, the source lines of the
-    derivative rules, and how forward rules look traced; not name stacks, source lines of
-    operations, or constants.
+    derivative rules, and how forward rules look traced; not name stacks,
+    source lines of operations, or constants.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> one, two = (jax.make_jaxpr(lambda x: x * 2.0)(jnp.ones(3)) for _ in "ab")
+        >>> one, two = (jax.make_jaxpr(lambda x: x * 2)(jnp.ones(3)) for _ in "ab")
         >>> structure_key(one) == structure_key(two)
         True
     """

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxckpt import _jax
+from jaxckpt.graph.results import derivative_reads_result, named_operation
 from jaxckpt.graph.values import FORWARD_RULE, Path, Place, Values
 
 
@@ -44,11 +45,16 @@ def tag(closed: Any, names: Mapping[Place, str]) -> Any:
     """
     taken = frozenset(names.values())
 
-    def insert(eqn: Any, wanted: Mapping[int, str]) -> list[Any]:
+    def insert(eqn: Any, wanted: Mapping[int, str], here: Path) -> list[Any]:
         own = _jax.bound_name(eqn)
         if own is not None:
             name = wanted.get(0, f"{own}~" if own in taken else own)
             return [eqn if name == own else _jax.rename(eqn, name)]
+        # A forward rule is not differentiated itself; and JAX's new remat engine does
+        # not look into derivative rules.
+        derived = FORWARD_RULE not in here and not _jax.remat3_enabled()
+        if wanted and derived and derivative_reads_result(eqn):
+            return named_operation(eqn, wanted)
         return _followed(eqn, wanted, _jax.name_equation)
 
     return _Inserter(names, insert).program(closed)
@@ -57,7 +63,7 @@ def tag(closed: Any, names: Mapping[Place, str]) -> Any:
 def mark(closed: Any, numbers: Mapping[Place, int]) -> Any:
     """Return the program with a numbered mark on the values at the given places."""
 
-    def insert(eqn: Any, wanted: Mapping[int, int]) -> list[Any]:
+    def insert(eqn: Any, wanted: Mapping[int, int], here: Path) -> list[Any]:
         return _followed(eqn, wanted, _jax.mark_equation)
 
     return _Inserter(numbers, insert).program(closed)
@@ -93,7 +99,7 @@ class _Inserter:
         for number, eqn in enumerate(jaxpr.eqns):
             here = (*path, number)
             wanted = self.labels.get(here, {})
-            equations.extend(self.insert(self._opened(eqn, here), wanted))
+            equations.extend(self.insert(self._opened(eqn, here), wanted, here))
         if [*map(id, equations)] == [*map(id, jaxpr.eqns)]:
             return jaxpr
         return jaxpr.replace(eqns=equations)

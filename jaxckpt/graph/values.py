@@ -106,7 +106,6 @@ class Values:
         self._by_key: dict[Key, Value] = {}
         self._links: dict[Key, list[tuple[Key, str | None]]] = defaultdict(list)
         self._view_of: dict[Key, Key] = {}
-        self._rule_residuals: set[Key] = set()
 
     @cached_property
     def items(self) -> tuple[Value, ...]:
@@ -135,16 +134,29 @@ class Values:
             if key in self._index:
                 yield self._index[key]
             for other, name in self._links[key]:
-                if other not in seen and (name is None or own is None or name == own):
+                names = {None, name, self._name_at(other)}
+                if other not in seen and (own is None or names <= {None, own}):
                     seen.add(other)
                     queue.append(other)
 
-    def root(self, index: int) -> int:
-        """Return the value that `index` is a view of, or `index` itself."""
+    def root(self, index: int, *, own_name: bool = False) -> int:
+        """Return the value that `index` is a view of, or `index` itself.
+
+        Args:
+            index: Number of a value.
+            own_name: Whether to stop before a value that has another name.
+        """
+        name = self.items[index].name
         found = index
         for key in self._views(self._keys[index]):
+            if own_name and name is not None and self._name_at(key) not in (None, name):
+                break
             found = self._index.get(key, found)
         return found
+
+    def _name_at(self, key: Key) -> str | None:
+        value = self._by_key.get(key)
+        return None if value is None else value.name
 
     @cached_property
     def _names_of_views(self) -> dict[int, str]:
@@ -157,10 +169,6 @@ class Values:
     def name_of(self, index: int) -> str | None:
         """Return the name that the program gave to a value, or to a view of it."""
         return self.items[index].name or self._names_of_views.get(index)
-
-    def is_rule_residual(self, index: int) -> bool:
-        """Return whether a `custom_vjp` backward rule reads the value."""
-        return self._keys[index] in self._rule_residuals
 
     def _views(self, key: Key) -> Iterator[Key]:
         """Yield the keys that `key` is a view of, nearest first."""
@@ -205,10 +213,6 @@ class Values:
             else:
                 del self._by_key[key]
 
-    def mark_residual(self, key: Key) -> None:
-        """Say that a `custom_vjp` backward rule reads the value of `key`."""
-        self._rule_residuals.update((key, *self._views(key)))
-
     def __len__(self) -> int:
         return len(self._by_key)
 
@@ -223,6 +227,13 @@ def find_values(closed: Any) -> Values:
 def _walk(values: Values, jaxpr: Any, path: Path, times: int) -> None:
     for number, eqn in enumerate(jaxpr.eqns):
         _visit(values, eqn, path, (*path, number), times)
+
+
+def is_view(eqn: Any) -> bool:
+    """Return whether an equation's output is its input's bytes, in another shape."""
+    if eqn.primitive.name == "broadcast_in_dim":  # how JAX inserts a dimension of one
+        return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return eqn.primitive.name in VIEWS
 
 
 def _visit(values: Values, eqn: Any, path: Path, here: Path, times: int) -> None:
@@ -258,9 +269,6 @@ def _visit_custom_vjp(
     _walk(values, jaxpr, inside, times)
     outputs = [(inside, v) for v in jaxpr.outvars if not isinstance(v, _jax.Literal)]
     values.close_rule(first, outputs, times, contained_dot(jaxpr))
-    for variable in jaxpr.outvars[:num_residuals]:
-        if not isinstance(variable, _jax.Literal):
-            values.mark_residual((inside, variable))
     arguments = eqn.invars[eqn.params["num_consts"] :]
     _link_variables(values, arguments, path, jaxpr.invars, inside)
     _link_variables(values, jaxpr.outvars[num_residuals:], inside, eqn.outvars, path)
@@ -282,7 +290,7 @@ def _link_variables(
 def _link_same_data(values: Values, eqn: Any, path: Path) -> None:
     if eqn.primitive.name not in SAME_DATA:
         return
-    view = eqn.primitive.name in VIEWS
+    view = is_view(eqn)
     name = _jax.bound_name(eqn)
     for source, target in zip(eqn.invars, eqn.outvars, strict=False):
         if not isinstance(source, _jax.Literal) and not _jax.is_drop(target):
@@ -293,6 +301,7 @@ def _add(values: Values, eqn: Any, key: Any, place: Place, times: int) -> None:
     aval = key[1].aval
     primitive = eqn.primitive.name
     name = _jax.bound_name(eqn) or _IMPLIED_NAMES.get((primitive, place[1]))
+    name = name or _name_inside(eqn, place[1])
     value = Value(
         place=place,
         name=name,
@@ -307,6 +316,15 @@ def _add(values: Values, eqn: Any, key: Any, place: Place, times: int) -> None:
         in_rule=False,
     )
     values.add(key, value)
+
+
+def _name_inside(eqn: Any, index: int) -> str | None:
+    """Return the name that a `custom_jvp` function gives to what it returns."""
+    if not eqn.primitive.name.startswith("custom_jvp"):
+        return None
+    body = _jax.open_jaxpr(eqn.params["call_jaxpr"])
+    made_by = (e for e in body.eqns if body.outvars[index] in e.outvars)
+    return next(map(_jax.bound_name, made_by), None)
 
 
 def _dot_of(eqn: Any) -> str | None:

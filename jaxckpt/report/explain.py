@@ -211,7 +211,8 @@ def _notes(region: Region) -> Iterator[str]:
             "values again, so keeping them would save nothing."
         )
     skipped = sum(v.bytes for v in region.skipped_dots)
-    if skipped and any(find_matmul(r.primitive) for r in region.kept):
+    kept = any(find_matmul(r.primitive) for r in region.kept)
+    if skipped and (kept or not any(v.dot == "unbatched" for v in region.recomputed)):
         products = ", ".join(sorted({_step_label(v) for v in region.skipped_dots}))
         yield (
             f"{len(region.skipped_dots)} products of batches of matrices ({products}) "

@@ -131,8 +131,8 @@ def measurement_table(measurement: Mapping[str, Any]) -> Table:
     table.add_row("layers scanned", _yes_no(get("scanned")))
     table.add_row("XLA_FLAGS", str(get("xla_flags") or UNKNOWN))
     table.add_row("versions", _pairs(get("versions")))
-    if get("unpriced"):
-        table.add_row("priced by bytes", ", ".join(get("unpriced")))
+    if unpriced := get("unpriced"):
+        table.add_row("priced by bytes", ", ".join(unpriced))
     for warning in get("warnings") or ():
         table.add_row("[yellow]warning[/yellow]", escape(warning))
     return table

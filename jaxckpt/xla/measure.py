@@ -186,7 +186,7 @@ def measure_workload(
             attention=",".join(graph.scopes("attention")) or None,
             scanned=graph.scanned_layers > 1,
             unpriced=unpriced,
-            warnings=warnings_about(graph),
+            warnings=warnings_about(graph) + _offload_warning(graph, compiled),
         )
 
 
@@ -232,6 +232,17 @@ def _seconds(
     state = TrainState.create(params, workload.optimizer, jax.random.key(1))
     batch = next(iter(workload.data("train"))) if workload.data else _zeros(workload)
     return time_step(compiled, (state, batch), repeats=5).median_seconds, ()
+
+
+def _offload_warning(graph: Graph, compiled: Compilation) -> tuple[str, ...]:
+    """Say so where a policy offloads and the compiled program holds nothing there."""
+    offloaded = sum(r.bytes for r in graph.residuals if r.decision == "offload")
+    if not offloaded or compiled.footprint.host_bytes:
+        return ()
+    return (
+        f"Offload has no effect on `{compiled.device}`: the policy moves {offloaded} "
+        "bytes to host memory, and the compiled program holds none there.",
+    )
 
 
 def _zeros(workload: Workload) -> PyTree:

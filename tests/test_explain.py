@@ -1,0 +1,260 @@
+"""`explain`: rows, notes about what does nothing or harm, and the picture."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from rich.console import Console
+
+import jaxckpt
+from jaxckpt import _jax, explain, trace
+
+LAYERS, ROWS, WIDTH = 4, 4096, 64
+STACK = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+EXPERTS = jax.ShapeDtypeStruct((WIDTH, 8, 8), jnp.float32)
+W = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+VALUE = ROWS * WIDTH * 4  # bytes: 1 MiB
+
+
+def layer(w, x):
+    x = checkpoint_name(x, "layer_input")
+    with jax.named_scope("mixer"):
+        h = checkpoint_name(x @ w, "hidden")
+    h = checkpoint_name(jnp.sin(h) @ w, "middle")
+    with jax.named_scope("head"):
+        y = jnp.sin(h) @ w
+    return x + checkpoint_name(jnp.cos(y) @ w, "last")
+
+
+def stack(fn):
+    return lambda ws, x: lax.scan(lambda x, w: (fn(w, x), None), x, ws)[0]
+
+
+def rematted(policy, fn=layer):
+    return jaxckpt.remat(fn, policy=policy)
+
+
+def explained(fn, *args, label="program"):
+    return explain(trace(fn, *args, argnums=None), label)
+
+
+def rendered(explanation, width=80):
+    file = io.StringIO()
+    explanation.render(Console(file=file, width=width))
+    return file.getvalue()
+
+
+PROGRAMS = {
+    "plain": (layer, W),
+    "plain stack": (stack(layer), STACK),
+    "full": (stack(rematted("full")), STACK),
+    "names": (stack(rematted("save(hidden, middle)")), STACK),
+    "host": (stack(rematted("save(hidden) | offload(middle)")), STACK),
+    "dots": (stack(rematted("dots")), STACK),
+    "single layer": (rematted("save(middle)"), W),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_rows_sum_to_the_residual_bytes(name):
+    fn, w = PROGRAMS[name]
+    explanation = explained(fn, w, X)
+    totals = {"save": 0, "offload": 0}
+    for row in explanation.rows:
+        totals[row.decision] += row.total_bytes
+        assert row.bytes * row.layers == row.total_bytes
+    assert totals["save"] == explanation.graph.residual_bytes
+    assert (totals["offload"] > 0) == (name == "host")
+    assert explanation.as_json()["residual_bytes"] == totals["save"]
+    sizes = [row.total_bytes for row in explanation.rows]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_row_holds_name_bytes_layers_decision_and_line():
+    rows = {row.name: row for row in explained(*PROGRAMS["host"], X).rows}
+    assert set(rows) == {"layer_input", "hidden", "middle"} or set(rows) == {
+        "carry (layer input)",
+        "hidden",
+        "middle",
+    }
+    for name, decision in (("hidden", "save"), ("middle", "offload")):
+        row = rows[name]
+        assert (row.bytes, row.layers, row.decision) == (VALUE, LAYERS, decision)
+        assert row.total_bytes == LAYERS * VALUE
+        assert "test_explain.py" in row.source
+
+
+def test_equal_names_of_unrolled_layers_share_a_row():
+    one = rematted("save(hidden)")
+    rows = explained(lambda w, x: one(w, one(w, one(w, x))), W, X).rows
+    (hidden,) = [row for row in rows if row.name == "hidden"]
+    assert (hidden.bytes, hidden.layers, hidden.total_bytes) == (VALUE, 3, 3 * VALUE)
+
+
+def test_the_json_is_plain_and_says_what_runs_again():
+    data = json.loads(json.dumps(explained(*PROGRAMS["names"], X).as_json()))
+    (region,) = data["regions"]
+    assert region["times"] == LAYERS
+    assert region["kept"] == ["hidden", "middle"]
+    assert region["recomputed"] == ["head"]
+    product = 2 * ROWS * WIDTH * WIDTH
+    assert data["forward_flops"] == LAYERS * 4 * product
+    assert data["recompute_flops"] == LAYERS * product
+
+
+# Case 2: a name on what nothing reads.
+def test_a_name_that_nothing_reads_is_noted():
+    explanation = explained(*PROGRAMS["full"], X)
+    (note,) = [n for n in explanation.notes if "`last`" in n]
+    assert "would save nothing" in note
+    assert "hidden" not in note and "middle" not in note and "layer_input" not in note
+    (region,) = explanation.as_json()["regions"]
+    assert region["names_without_effect"] == ["last"]
+
+
+def test_keeping_a_name_that_nothing_reads_is_refused_with_the_others():
+    with pytest.raises(jaxckpt.PolicyError, match="keeping it saves nothing") as caught:
+        explained(rematted("save(last)"), W, X).rows  # noqa: B018
+    assert "layer's input" in str(caught.value)
+    assert "hidden, layer_input, middle" in str(caught.value)
+
+
+def dense_and_experts(weights, x):
+    w, experts = weights
+    y = jnp.sin(x @ w)
+    y = jnp.einsum("...e,ef->...f", y, w).reshape(WIDTH, -1, 8)
+    y = jnp.sin(jax.vmap(jnp.matmul)(y, experts))
+    return x + jax.vmap(jnp.matmul)(y, experts).reshape(x.shape)
+
+
+def experts_only(experts, x):
+    y = jax.vmap(jnp.matmul)(x.reshape(WIDTH, -1, 8), experts)
+    return x + jax.vmap(jnp.matmul)(jnp.sin(y), experts).reshape(x.shape)
+
+
+# Case 6: weights with a batch dimension.
+@pytest.mark.parametrize(
+    ("fn", "weights"),
+    [(dense_and_experts, (W, EXPERTS)), (experts_only, EXPERTS)],
+)
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, jaxckpt.remat], ids=["jax.checkpoint", "jaxckpt.remat"]
+)
+def test_products_of_experts_that_a_policy_passes_over_are_noted(fn, weights, wrap):
+    if wrap is jax.checkpoint and _jax.remat3_enabled():
+        pytest.skip("JAX_REMAT3 asks a bare policy about names only")
+    policy = jaxckpt.save_dots(batch_dims=False)
+    explanation = explained(wrap(fn, policy=policy), weights, X)
+    (region,) = explanation.as_json()["regions"]
+    (skipped,) = region["skipped_dots"]
+    assert (skipped["primitive"], skipped["bytes"]) == ("dot_general", VALUE)
+    (note,) = [n for n in explanation.notes if "products of batches" in n]
+    assert "1.00 MiB" in note and "`save_dots()` keeps them" in note
+
+
+@pytest.mark.parametrize("policy", ["dots", "save_everything()"])
+def test_products_of_experts_that_are_kept_are_not_noted(policy):
+    fn = rematted(policy, dense_and_experts)
+    explanation = explained(fn, (W, EXPERTS), X)
+    assert explanation.as_json()["regions"][0]["skipped_dots"] == []
+    assert not any("products of batches" in note for note in explanation.notes)
+
+
+def unrolled(fn):
+    return lambda w, x: fn(w, fn(w, fn(w, fn(w, x))))
+
+
+# Case 9: remat that saves nothing, and one that does.
+@pytest.mark.parametrize(
+    ("fn", "w", "warned"),
+    [
+        (rematted("full", unrolled(layer)), W, True),
+        (rematted("full", lambda w, x: x @ w), W, True),
+        (stack(rematted("full", lambda w, x: x @ w)), STACK, True),
+        (unrolled(rematted("full")), W, False),
+        (stack(rematted("full")), STACK, False),
+        (stack(rematted("save(hidden)")), STACK, False),
+        (unrolled(layer), W, False),
+    ],
+)
+def test_remat_that_saves_nothing_is_noted(fn, w, warned):
+    found = [
+        n for n in explained(fn, w, X).notes if n.startswith("Remat saves nothing")
+    ]
+    assert len(found) == warned
+    assert all("per layer is best" in note for note in found)
+
+
+# Case 10: remat outside the scan over layers.
+@pytest.mark.parametrize(
+    ("fn", "warned"),
+    [
+        (jax.checkpoint(stack(layer)), True),
+        (rematted("full", stack(layer)), True),
+        (jax.checkpoint(jax.jit(stack(layer))), True),
+        (stack(rematted("full")), False),
+        (stack(layer), False),
+    ],
+)
+def test_remat_round_a_scan_of_layers_is_noted(fn, warned):
+    notes = explained(fn, STACK, X).notes
+    found = [n for n in notes if "round a scan over layers" in n]
+    assert len(found) == warned
+    assert all("Put it inside the scan" in note for note in found)
+
+
+def test_a_scan_inside_a_layer_that_is_no_stack_is_not_noted():
+    def chunked(w, x):
+        chunks = x.reshape(4, -1, WIDTH)
+        body = lambda total, chunk: (total + jnp.sin(chunk @ w).sum(), None)  # noqa: E731
+        return x * lax.scan(body, 0.0, jnp.cos(chunks))[0]
+
+    notes = explained(stack(rematted("full", chunked)), STACK, X).notes
+    assert not any("round a scan over layers" in note for note in notes)
+
+
+def test_the_picture_shows_what_is_kept_and_what_runs_again_in_order():
+    text = rendered(explained(*PROGRAMS["host"], X, label="gpt, [x]"))
+    assert text.splitlines()[0] == "gpt, [x]"
+    assert f"remat x {LAYERS}" in text
+    assert "* hidden  1.00 MiB" in text
+    assert "h middle  1.00 MiB" in text
+    assert "runs again, in order: head" in text
+    text = rendered(explained(*PROGRAMS["full"], X))
+    assert "runs again, in order: hidden > middle > head" in text
+
+
+def test_the_picture_without_remat_says_so():
+    text = rendered(explained(*PROGRAMS["plain stack"], X))
+    assert "No remat: every residual stays, nothing runs again." in text
+    assert "run again: 0 TFLOP" in text
+
+
+def test_the_table_shows_layers_totals_and_place():
+    lines = rendered(explained(*PROGRAMS["host"], X)).splitlines()
+    (hidden,) = [line.split() for line in lines if line.strip().startswith("hidden")]
+    (middle,) = [line.split() for line in lines if line.strip().startswith("middle")]
+    assert hidden == ["hidden", "1.00", "MiB", "4", "4.00", "MiB", "device"]
+    assert middle == ["middle", "1.00", "MiB", "4", "4.00", "MiB", "host"]
+    assert any("kept on the device: 8.00 MiB" in line for line in lines)
+
+
+def long_names(w, x):
+    for i in range(6):
+        with jax.named_scope("a_module_with_a_very_long_name/and_another_one_in_it"):
+            x = checkpoint_name(jnp.sin(x @ w), f"a_quite_long_name_of_a_value_{i}")
+    return x
+
+
+@pytest.mark.parametrize("policy", ["full", "save(a_quite*)", "dots", None])
+def test_no_line_is_longer_than_80_columns(policy):
+    fn = rematted(policy, long_names)
+    text = rendered(explained(fn, W, X, label="models/" + "a" * 40 + ".py:x"))
+    assert max(map(len, text.splitlines())) <= 80
+    for name in ("a_quite_long_name_of_a_value_0", "a_quite_long_name_of_a_value_4"):
+        assert policy is None or name in text.replace("\n", "")
