@@ -13,7 +13,7 @@ from jaxckpt.policy import parse_policy
 from jaxckpt.report import train_table
 from jaxckpt.training import train
 
-TRAINED, STEPS, POLICY = "models/gpt.py:tiny", 150, "save(query_proj, mlpwi)"
+TRAINED, STEPS, POLICY = "models/gpt.py:tiny", 100, "save(query_proj, mlpwi)"
 COMPARED, SETTINGS = "models/gpt.py:gpt2_xl", ["batch=4", "seq=1024"]
 DEVICE = "h100-80gb"
 

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from jaxckpt.devices import get_device
 from jaxckpt.loading import load_workload
-from jaxckpt.xla.measure import measure_workload
 from jaxckpt.policy import parse_policy
 from jaxckpt.report import policy_table
+from jaxckpt.xla.measure import measure_workload
 
 POLICIES = "none", "full", "dots", "dots_no_batch", "save(out_proj)"
 

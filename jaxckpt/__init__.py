@@ -1,5 +1,6 @@
 """Gradient checkpointing for JAX: what to keep, what to run again, and the proof."""
 
+from jaxckpt import _quiet as _quiet
 from jaxckpt.errors import CompileError as CompileError
 from jaxckpt.errors import DeviceError as DeviceError
 from jaxckpt.errors import JaxckptError as JaxckptError

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from jaxckpt._quiet import without_noise
 from jaxckpt.errors import JaxckptError
 
 
@@ -176,12 +177,17 @@ def train(
     from jaxckpt.policy import parse_policy
     from jaxckpt.report import train_table
     from jaxckpt.training import train as run
+    from jaxckpt.xla.measure import trace_loss
 
     rule = parse_policy(policy)
     data_path = None if data is None else str(data)
     load = _loader(workload, settings, policy=rule, data_path=data_path)
-    with use(get_device("attached")):
-        result = run(load(), steps=steps, out=out)
+    with use(get_device("attached")) as device:
+        if rule is not None and rule.offloads() and device.platform == "cpu":
+            print("note: offload has no effect on the cpu backend.", file=sys.stderr)
+        loaded = load()
+        flops = trace_loss(loaded).forward_flops
+        result = run(loaded, steps=steps, out=out, forward_flops=flops)
     print(f"{workload}, {steps} steps, policy {policy}")
     _print(train_table(result))
 
@@ -232,3 +238,7 @@ def _skip_check_for_absent_driver() -> None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        import jax
+
+        with without_noise():
+            jax.devices()

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxckpt import devices
+from jaxckpt._jax import remat3_enabled
 from jaxckpt.errors import WorkloadError
 from models import attention as module
 from models.attention import attention, resolve
@@ -98,6 +99,9 @@ def test_chunked_scores_never_exist_whole(monkeypatch):
     assert "2,2,64,64]" not in text
 
 
+@pytest.mark.skipif(
+    remat3_enabled(), reason="JAX_REMAT3 sees no name inside a custom_vjp rule"
+)
 def test_chunked_saved_by_name_runs_attention_once_in_the_gradient():
     q, k, v, _ = _inputs(8)
 

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "jaxckpt"
 # A module imports only from its own entry and those above it.
 ORDER = [
     ["errors", "units"],
+    ["_quiet"],
     ["_jax"],
     ["matmul"],
     ["policy"],
@@ -23,7 +24,6 @@ ORDER = [
     ["remat"],
     ["training"],
     ["xla"],
-    ["measure", "explain"],
     ["report"],
     ["cli"],
     ["__init__", "__main__"],

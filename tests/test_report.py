@@ -31,8 +31,10 @@ MEASURED = {
     "compile_seconds": 12.5,
     "attention": "cudnn",
     "scanned": True,
-    "xla_flags": {"xla_disable_hlo_passes": "rematerialization"},
-    "versions": {"jax": "0.12.0", "jaxlib": "0.12.0", "plugin": "cuda12 0.12.0"},
+    "xla_flags": "--xla_disable_hlo_passes=rematerialization",
+    "versions": {"plugin": "cuda12 0.12.0", "jax": "0.12.0", "nvidia-cudnn-cu12": None},
+    "unpriced": ["custom-call a"],
+    "warnings": ["`remat` of [layer] saves nothing."],
 }
 
 
@@ -65,6 +67,10 @@ def test_a_measurement_shows_the_sum_that_makes_its_peak():
     for part in ("40.00 GiB", "+ temp", "- alias", "25.0 % of the forward", "cudnn"):
         assert part in text
     assert "--xla_disable_hlo_passes=rematerialization" in text
+    assert "custom-call a" in text
+    assert "`remat` of [layer] saves nothing." in text
+    assert "plugin cuda12 0.12.0, jax 0.12.0" in text
+    assert "None" not in text
 
 
 def test_a_measurement_with_unknown_parts_is_shown():

@@ -75,10 +75,10 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
 def one_of_each(values: Values, choice: Mapping[int, Decision]) -> dict[int, Decision]:
     """Keep one of the values that are views of the same bytes: what they are views of.
 
-    Derivative rules read a value as it was made, before its name (that of
-    `tanh` does, and so do `custom_vjp` backward rules): with only the named view kept, the
-    operation would run again for them. A view of what is kept is free. The decision of a
-    value that the program names goes first.
+    Derivative rules read a value as it was made, before its name (that of `tanh` does,
+    and so do `custom_vjp` backward rules): with only the named view kept, the operation
+    would run again for them. A view of what is kept is free. The decision of a value
+    that the program names goes first.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for index in sorted(choice):

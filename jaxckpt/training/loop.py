@@ -97,6 +97,7 @@ def train(
     """
     _check_positive(steps=steps, eval_batches=eval_batches, log_every=log_every)
     optimizer, data = _needed(workload, "optimizer"), _needed(workload, "data")
+    batches = data("train")  # before the long compile: it may have no text
     state = jax.jit(functools.partial(_first_state, workload))(jax.random.key(seed))
     step = make_train_step(
         workload.loss_fn,
@@ -114,9 +115,7 @@ def train(
             log(line)
             show(line)
 
-        state, last = _run_steps(
-            compiled, state, data("train"), steps, log_every, report
-        )
+        state, last = _run_steps(compiled, state, batches, steps, log_every, report)
     validation, entropy = evaluate(workload, state.params, batches=eval_batches)
     seconds = last["seconds"]
     return TrainResult(
