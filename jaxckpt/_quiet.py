@@ -1,8 +1,8 @@
 """Import JAX without the lines that its CUDA plugin logs where no driver is.
 
-On a machine that compiles for absent GPUs the plugin says several times that it found no
-driver, straight to file descriptor 2 and before any logging setting counts. Everything
-else that the import writes there is passed on.
+On a machine that compiles for absent GPUs the plugin says several times that it found
+no driver, straight to file descriptor 2 and before any logging setting counts.
+Everything else that the import writes there is passed on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOISE = ("cudart_stub", "All log messages before absl::InitializeLog")
 
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
-    """Pass on what is written to file descriptor 2 inside, the plugin's lines left out."""
+    """Pass on what is written to file descriptor 2, without the plugin's lines."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as caught:
