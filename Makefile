@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/python -m pytest -q --numprocesses=2 --durations=10
 
 # What a new Python or JAX is likely to break, without whole models and absent GPUs.
 SLOWER := gpt attention cli training_loop benchmarks

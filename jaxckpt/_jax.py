@@ -270,3 +270,9 @@ def rule_sources(eqn: Any) -> list[str]:
     """Return `name at file:line` of each derivative rule that an equation carries."""
     rules = (eqn.params.get(key) for key in ("jvp_jaxpr_fun", "bwd"))
     return [r.debug_info.func_src_info for r in rules if hasattr(r, "debug_info")]
+
+
+def varies_over_mesh(aval: Any) -> bool:
+    """Return whether values of a type differ by device, inside `shard_map`."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind is not None and bool(kind.varying)

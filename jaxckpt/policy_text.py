@@ -34,9 +34,9 @@ _BODIES: dict[str, Policy] = {
     "maxtext:save_out_proj": p.save("out_proj"),
     "maxtext:qkv_proj_offloaded": p.offload(_QKV[:-1]),
     "maxtext:minimal_offloaded": p.offload(_MINIMAL),
-    # Megatron-Core, `recompute_granularity`: selective recomputes the attention core.
+    # Megatron-Core, `recompute_granularity`: `selective` is the attention core, which
+    # takes a policy by scope.
     "megatron:full": p.save_nothing(),
-    "megatron:selective": p.recompute("context", "context_lse", "attention_probs"),
     # t5x, `remat_policy`.
     "t5x:full": p.save_nothing(),
     "t5x:minimal": p.save_dots(batch_dims=False),
@@ -78,7 +78,7 @@ def recipe(name: str) -> Policy:
     Names that the model does not have are left out of account, but one must match.
 
     Args:
-        name: `"maxtext:minimal"`, `"megatron:selective"`, ...; see `recipe_names`.
+        name: `"maxtext:minimal"`, `"t5x:minimal"`, ...; see `recipe_names`.
 
     Raises:
         PolicyError: For an unknown name, with the known ones.

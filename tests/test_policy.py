@@ -321,7 +321,6 @@ def test_nnx_remat_takes_a_bare_policy(policy, expected):
         "recompute(a)",
         "save(a) - dots",
         "save_larger_than(1B) - save(a)",
-        "megatron:selective",
     ],
 )
 def test_a_bare_minus_with_more_than_names_is_refused(policy):

@@ -11,7 +11,7 @@ from jaxckpt import _jax
 from jaxckpt.errors import PolicyError, did_you_mean
 from jaxckpt.graph.reads import find_reads
 from jaxckpt.graph.structure import structure_key
-from jaxckpt.graph.tag import tag, tag_names
+from jaxckpt.graph.tag import results_read_by_derivatives, tag, tag_names
 from jaxckpt.graph.values import ForwardRuleError, Values, find_values
 from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
 
@@ -28,12 +28,15 @@ class Chosen:
         saved: Names of the values kept on the device.
         offloaded: Names of the values moved to host memory.
         in_rules: Those of them that are named inside a `custom_vjp` forward rule.
+        results: Those of them that an operation's own derivative reads; found only
+            where JAX's new remat engine is on.
     """
 
     closed: Any
     saved: tuple[str, ...]
     offloaded: tuple[str, ...]
-    in_rules: tuple[str, ...]
+    in_rules: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
 
 
 def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Chosen:
@@ -50,12 +53,12 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
             reads again.
     """
     if isinstance(policy, Everything):
-        return Chosen(closed, (), (), ())
+        return Chosen(closed, (), ())
     try:
         values = find_values(closed)
     except ForwardRuleError:
         # No gradient is taken of such a call, or JAX says itself what the rule says.
-        return Chosen(closed, (), (), ())
+        return Chosen(closed, (), ())
     reads = _find_reads(values, closed)
     if check:
         check_patterns(policy, values, reads, where)
@@ -63,13 +66,16 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
     choice = policy.choose(candidates, values.same_data)
     choice = one_of_each(values, {i: d for i, d in choice.items() if i in reads})
     names = tag_names(values, choice)
-    tagged = tag(closed, {values.items[i].place: name for i, name in names.items()})
+    places = {values.items[i].place: name for i, name in names.items()}
+    tagged = tag(closed, places)
 
     def of(decision: Decision) -> tuple[str, ...]:
         return tuple(n for i, n in names.items() if choice[i] is decision)
 
     in_rules = tuple(n for i, n in names.items() if values.items[i].in_rule)
-    return Chosen(tagged, of(Decision.SAVE), of(Decision.OFFLOAD), in_rules)
+    remat3 = _jax.remat3_enabled()
+    results = results_read_by_derivatives(closed, places) if remat3 else ()
+    return Chosen(tagged, of(Decision.SAVE), of(Decision.OFFLOAD), in_rules, results)
 
 
 def one_of_each(values: Values, choice: Mapping[int, Decision]) -> dict[int, Decision]:
@@ -158,9 +164,10 @@ def refuse_unseen(chosen: Chosen, policy: Policy, where: str) -> None:
             f"JAX_REMAT3 of jax {'.'.join(map(str, _jax.version()))} does not follow "
             "policies of names everywhere. Switch it off, or use jax 0.12 or newer."
         )
-    if chosen.in_rules:
+    if unseen := chosen.in_rules + chosen.results:
         raise PolicyError(
-            f"`{policy}` keeps {', '.join(f'`{n}`' for n in chosen.in_rules)} inside a "
-            f"`custom_vjp` forward rule of {where}, which JAX_REMAT3 does not see: it "
-            "would be computed again in silence. Switch JAX_REMAT3 off for this policy."
+            f"`{policy}` keeps {', '.join(f'`{n}`' for n in unseen)} of {where}, which "
+            "JAX_REMAT3 would compute again in silence: it sees no names inside the "
+            "forward rule of a `custom_vjp`, and none on a result that the operation's "
+            "own derivative reads (`tanh`, `exp`). Switch JAX_REMAT3 off for it."
         )

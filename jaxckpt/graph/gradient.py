@@ -182,10 +182,9 @@ def abstract(leaf: Any) -> Any:
 
 
 def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Return an abstract array of a type, with what makes it vary over a mesh."""
-    varying = {"vma": aval.vma} if getattr(aval, "vma", None) else {}
+    """Return an abstract array of a type."""
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type, **varying
+        aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
     )
 
 

@@ -26,6 +26,10 @@ def derivative_reads_result(eqn: Any) -> bool:
     inputs = [struct_of(v.aval) for v in eqn.invars]
     if eqn.effects or not any(map(is_inexact, inputs)):
         return False
+    if any(_jax.varies_over_mesh(v.aval) for v in eqn.invars):
+        # Inside `shard_map`, whose axes are not known when a rule is traced apart: the
+        # operation runs again there for its derivative.
+        return False
     jaxpr = _jax.open_jaxpr(_derivative(eqn, inputs))
     results = set(_results(jaxpr, eqn))
     return any(v in results for e in jaxpr.eqns for v in e.invars if _is_variable(v))

@@ -60,6 +60,21 @@ def tag(closed: Any, names: Mapping[Place, str]) -> Any:
     return _Inserter(names, insert).program(closed)
 
 
+def results_read_by_derivatives(
+    closed: Any, names: Mapping[Place, str]
+) -> tuple[str, ...]:
+    """Return those of the names whose operation's derivative reads its own result."""
+    found: list[str] = []
+
+    def look(eqn: Any, wanted: Mapping[int, str], here: Path) -> list[Any]:
+        if wanted and FORWARD_RULE not in here and derivative_reads_result(eqn):
+            found.extend(wanted.values())
+        return [eqn]
+
+    _Inserter(names, look).program(closed)
+    return tuple(found)
+
+
 def mark(closed: Any, numbers: Mapping[Place, int]) -> Any:
     """Return the program with a numbered mark on the values at the given places."""
 
