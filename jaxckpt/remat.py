@@ -65,8 +65,8 @@ def remat(
         >>> from jax.ad_checkpoint import checkpoint_name
         >>> import jaxckpt
         >>> def layer(w, x):
-        ...     h = checkpoint_name(jnp.tanh(x @ w), "hidden")
-        ...     return jnp.sin(h @ w)
+        ...     h = checkpoint_name(x @ w, "hidden")
+        ...     return jnp.sin(jnp.sin(h) @ w)
         >>> wrapped = jaxckpt.remat(layer, policy=jaxckpt.save("hidden"))
         >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
         >>> [r.name for r in jaxckpt.trace(wrapped, w, x, argnums=(0, 1)).residuals

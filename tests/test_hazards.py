@@ -141,6 +141,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.skipif(_jax.remat3_enabled(), reason="refused: it keeps exponentials")
 def test_all_but_gathered_weights_keeps_no_gathered_weight():
     flags = "--xla_force_host_platform_device_count=8"
     found = json.loads(helpers.run_python(GATHERED, XLA_FLAGS=flags))
@@ -363,11 +364,15 @@ ENGINE_POLICIES = (
     "offload(mlpwi_0) | save(mlpwi_1)",
 )
 # What the new engine cannot do, of the policies above: it does not look into the
-# forward rules of custom_vjp calls.
+# forward rules of custom_vjp calls, and has the exponential of a softmax run again for
+# its derivative.
 REFUSED = {
     "fused dots",
     "fused save(context, context_lse)",
     "fused recompute('mlpwi_*')",
+    "fused recompute(context, context_lse)",
+    "plain recompute('mlpwi_*')",
+    "plain recompute(context, context_lse)",
 }
 
 
