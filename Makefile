@@ -20,7 +20,7 @@ test: $(STAMP)
 # What a new Python or JAX is likely to break, without whole models and absent GPUs.
 SLOWER := gpt attention cli training_loop benchmarks
 quick: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not aot" \
+	$(BIN)/python -m pytest -q --numprocesses=2 -m "not slow and not gpu and not aot" \
 		$(SLOWER:%=--ignore=tests/test_%.py)
 
 lint: $(VENV)/.installed-dev

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import jax
 from flax import linen, nnx
-from jax.core import Tracer
 
 from jaxckpt import _jax
 from jaxckpt.errors import PolicyError, WorkloadError
@@ -146,8 +145,9 @@ class _Rematted:
             prevent_cse=self.prevent_cse,
             policy=self._jax_policy(chosen.saved, chosen.offloaded),
         )
-        closes_over_tracers = any(isinstance(c, Tracer) for c in closed.consts)
-        return (run, jax.tree.structure(shapes)), not closes_over_tracers
+        # What the function closes over (an nnx Module's arrays) may be another next time.
+        closes_over_nothing = not closed.consts
+        return (run, jax.tree.structure(shapes)), closes_over_nothing
 
     def _jax_policy(self, saved: Sequence[str], offloaded: Sequence[str]) -> Any:
         if isinstance(self.policy, Everything):
