@@ -145,7 +145,7 @@ class _Rematted:
             prevent_cse=self.prevent_cse,
             policy=self._jax_policy(chosen.saved, chosen.offloaded),
         )
-        # What the function closes over (an nnx Module's arrays) may be another next time.
+        # What the function closes over (a Module's arrays) may be another next time.
         closes_over_nothing = not closed.consts
         return (run, jax.tree.structure(shapes)), closes_over_nothing
 
