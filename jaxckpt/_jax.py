@@ -121,6 +121,7 @@ def remat_parameters(eqn: Any) -> dict[str, Any] | None:
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     """Return the jaxprs that an equation runs, by parameter name.
 
+    The solvers of a `custom_linear_solve` (a named tuple) are not looked into.
     Branches of a `cond` come as `branches[0]`, `branches[1]`, ... A `custom_vjp` call
     gives its primal function; its forward rule is `forward_rule`.
     """
@@ -131,7 +132,7 @@ def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     for key, value in eqn.params.items():
         if is_jaxpr(value):
             found[key] = value
-        elif isinstance(value, tuple) and value and all(map(is_jaxpr, value)):
+        elif type(value) is tuple and value and all(map(is_jaxpr, value)):
             found.update({f"{key}[{i}]": v for i, v in enumerate(value)})
     return found
 
@@ -276,3 +277,10 @@ def varies_over_mesh(aval: Any) -> bool:
     """Return whether values of a type differ by device, inside `shard_map`."""
     kind = getattr(aval, "manual_axis_type", None)
     return kind is not None and bool(kind.varying)
+
+
+def without_dead_code(closed: Any) -> Any:
+    """Return a closed jaxpr without the operations that no output needs."""
+    jaxpr = open_jaxpr(closed)
+    live, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return with_jaxpr(closed, live)

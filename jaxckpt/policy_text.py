@@ -62,6 +62,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Policy]] = {
     )
 }
 _DEEPEST = 50
+_MOST_OPERATORS = 200
 _BY_NAMES = {"save", "offload", "recompute"}
 _TOKEN = re.compile(
     r"\s*(?:(?P<op>[|()-])|(?P<call>[A-Za-z_]\w*)\s*\(|(?P<atom>[A-Za-z_][\w:]*))"
@@ -118,6 +119,7 @@ class _Parser:
         self.text = text
         self.position = 0
         self.depth = 0
+        self.operators = 0
 
     def parse(self) -> Policy:
         policy = self._union()
@@ -142,6 +144,12 @@ class _Parser:
         if match is None or match["op"] != operator:
             return False
         self.position = match.end()
+        self.operators += 1
+        if self.operators > _MOST_OPERATORS:
+            raise PolicyError(
+                f"A policy has over {_MOST_OPERATORS} operators. Use patterns, or one "
+                "`save(...)` of many names."
+            )
         return True
 
     def _atom(self) -> Policy:

@@ -76,6 +76,10 @@ def remat_linen(
             *args: Any,
             **kw: Any,
         ) -> Any:
+            scopes = scope_fn(variables, rngs)
+            if any(s.flags.get("initializing") for s in jax.tree.leaves(scopes)):
+                # Nothing is differentiated, and parameters are made inside the layer.
+                return fn(scopes, *args, **kw), repack_fn(scopes)
             others, fixed = static.split(args, kw)
 
             def body(variables: Any, rngs: Any, others: Any) -> Any:
@@ -158,11 +162,11 @@ def _hashable(fixed: Mapping[str, Any], label: str) -> tuple[Any, ...]:
 def _with_modules(
     fn: Callable[..., Any], make: MakeRematted, label: str
 ) -> Callable[..., Any]:
-    """Rematerialise a function whose arguments may hold nnx Modules."""
+    """Rematerialise a function whose arguments may hold nnx state."""
     of_arrays = make(fn, label)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not _has_module((args, kwargs)):
+        if not _has_state((args, kwargs)):
             return of_arrays(*args, **kwargs)
         graphdef, state, arrays = nnx.split((args, kwargs), nnx.Variable, ...)
 
@@ -178,6 +182,8 @@ def _with_modules(
     return wrapped
 
 
-def _has_module(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Module))
-    return any(isinstance(leaf, nnx.Module) for leaf in leaves)
+def _has_state(tree: Any) -> bool:
+    """Return whether a tree holds nnx state: Modules, Rngs, Pytrees or Variables."""
+    stateful = (nnx.Module, nnx.Pytree, nnx.Rngs, nnx.Variable)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, stateful))
+    return any(isinstance(leaf, stateful) for leaf in leaves)

@@ -235,6 +235,8 @@ def _check(config: GPTConfig, *, batch: int, seq: int) -> None:
         if value < 1:
             name = "num_layers" if name == "layers" else name
             raise WorkloadError(f"`{name}={value}` must be at least 1.")
+        if value >= 2**31:
+            raise WorkloadError(f"`{name}={value}` must be below 2**31.")
     if seq > config.positions:
         raise WorkloadError(
             f"`seq={seq}` is longer than the {config.positions} positions that the "

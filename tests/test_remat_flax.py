@@ -280,7 +280,7 @@ class CallsPython(nn.Module):
 def test_io_callback_is_refused_and_the_block_named():
     wrapped = jaxckpt.remat(CallsPython, policy="full")()
     with pytest.raises(WorkloadError, match="`CallsPython` calls `io_callback`"):
-        wrapped.init(jax.random.key(0), X)
+        wrapped.apply({}, X)
 
 
 def test_debug_print_is_allowed(capsys):

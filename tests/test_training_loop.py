@@ -137,3 +137,10 @@ def test_what_is_missing_or_out_of_range_raises():
         train(_workload(), steps=1, eval_batches=0)
     with pytest.raises(WorkloadError, match="`counting` has no `data`"):
         train(_workload(init=None, data=None), steps=1)
+
+
+def test_an_unwritable_folder_is_refused_before_anything_compiles(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(WorkloadError, match="cannot be written: File exists"):
+        train(_workload(), steps=1, out=blocked)

@@ -64,7 +64,8 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
         check_patterns(policy, values, reads, where)
     candidates = [v.candidate for v in values.items]
     choice = policy.choose(candidates, values.same_data)
-    choice = one_of_each(values, {i: d for i, d in choice.items() if i in reads})
+    choice = {i: d for i, d in choice.items() if i in reads}
+    choice = one_of_each(values, _without_complex(values, choice, where))
     names = tag_names(values, choice)
     places = {values.items[i].place: name for i, name in names.items()}
     tagged = tag(closed, places)
@@ -76,6 +77,24 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
     remat3 = _jax.remat3_enabled()
     results = results_read_by_derivatives(closed, places) if remat3 else ()
     return Chosen(tagged, of(Decision.SAVE), of(Decision.OFFLOAD), in_rules, results)
+
+
+def _without_complex(
+    values: Values, choice: Mapping[int, Decision], where: str
+) -> dict[int, Decision]:
+    """Drop complex values, which JAX cannot keep: it rounds what it keeps.
+
+    Raises:
+        PolicyError: For one that the program names.
+    """
+    complex_ones = {i for i in choice if values.items[i].dtype.startswith("complex")}
+    for index in complex_ones:
+        if name := values.items[index].name:
+            raise PolicyError(
+                f"`{name}` of {where} is complex, and JAX cannot keep complex values "
+                "under a policy. Name its real and its imaginary part instead."
+            )
+    return {i: d for i, d in choice.items() if i not in complex_ones}
 
 
 def one_of_each(values: Values, choice: Mapping[int, Decision]) -> dict[int, Decision]:
@@ -141,7 +160,7 @@ def _check_pattern(pattern: str, names: set[str], read: set[str], where: str) ->
         raise PolicyError(
             f"`{pattern}` names a value of {where}, but that has no named values. Name "
             "them by `x = jax.ad_checkpoint.checkpoint_name(x, name)`, and use the "
-            "result."
+            "result. Values inside a `jax.checkpoint` of its own follow its policy."
         )
     unread = sorted(name for name in names if matches(pattern, name))
     if unread:

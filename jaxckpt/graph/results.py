@@ -30,7 +30,10 @@ def derivative_reads_result(eqn: Any) -> bool:
         # Inside `shard_map`, whose axes are not known when a rule is traced apart: the
         # operation runs again there for its derivative.
         return False
-    jaxpr = _jax.open_jaxpr(_derivative(eqn, inputs))
+    try:
+        jaxpr = _jax.open_jaxpr(_derivative(eqn, inputs))
+    except Exception:  # it has no derivative (`nextafter` of a random draw, a callback)
+        return False
     results = set(_results(jaxpr, eqn))
     return any(v in results for e in jaxpr.eqns for v in e.invars if _is_variable(v))
 

@@ -82,7 +82,7 @@ class Graph:
     @cached_property
     def work(self) -> Flops:
         """Work of the forward pass."""
-        return count_flops(self.jaxpr)
+        return count_flops(_jax.without_dead_code(self.jaxpr))
 
     @property
     def forward_flops(self) -> int:
@@ -92,7 +92,7 @@ class Graph:
     @cached_property
     def gradient_flops(self) -> int:
         """Matmul FLOPs of forward and backward pass, recomputation included."""
-        return matmul_flops(self._split.gradient())
+        return matmul_flops(_jax.without_dead_code(self._split.gradient()))
 
     @cached_property
     def recompute_flops(self) -> int:

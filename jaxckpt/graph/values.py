@@ -288,6 +288,8 @@ def _link_variables(
 
 
 def _link_same_data(values: Values, eqn: Any, path: Path) -> None:
+    if eqn.primitive.name == "add":
+        _link_biased(values, eqn, path)
     if eqn.primitive.name not in SAME_DATA:
         return
     view = is_view(eqn)
@@ -295,6 +297,14 @@ def _link_same_data(values: Values, eqn: Any, path: Path) -> None:
     for source, target in zip(eqn.invars, eqn.outvars, strict=False):
         if not isinstance(source, _jax.Literal) and not _jax.is_drop(target):
             values.link((path, source), (path, target), name, view)
+
+
+def _link_biased(values: Values, eqn: Any, path: Path) -> None:
+    """Link a sum with a bias to what it is added to: it costs no product either."""
+    output = eqn.outvars[0]
+    whole = [v for v in eqn.invars if v.aval.size == output.aval.size]
+    if len(whole) == 1 and not isinstance(whole[0], _jax.Literal):
+        values.link((path, whole[0]), (path, output), view=False)
 
 
 def _add(values: Values, eqn: Any, key: Any, place: Place, times: int) -> None:

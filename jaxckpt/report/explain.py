@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,12 @@ class Explanation:
     def __init__(self, graph: Graph, label: str) -> None:
         self.graph = graph
         self.label = label
+
+    def __str__(self) -> str:
+        """Return what `render` prints, in 80 columns."""
+        console = Console(width=80, file=io.StringIO())
+        self.render(console)
+        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -118,6 +125,10 @@ def explain(graph: Graph, label: str = "program") -> Explanation:
         >>> jaxckpt.explain(graph).as_json()["regions"][0]["recomputed"]
         ['dot_general', 'dot_general']
     """
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"`graph={graph!r}` is no traced program. Give `jaxckpt.trace(fn, *args)`."
+        )
     return Explanation(graph, label)
 
 

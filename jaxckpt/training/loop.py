@@ -97,7 +97,8 @@ def train(
     """
     _check_positive(steps=steps, eval_batches=eval_batches, log_every=log_every)
     optimizer, data = _needed(workload, "optimizer"), _needed(workload, "data")
-    batches = data("train")  # before the long compile: it may have no text
+    # Before the long compile: there may be no text, or no way to write there.
+    batches, log_file = data("train"), _log_file(out)
     state = jax.jit(functools.partial(_first_state, workload))(jax.random.key(seed))
     step = make_train_step(
         workload.loss_fn,
@@ -109,7 +110,7 @@ def train(
     compiled = step.lower(state, workload.batch).compile()
     compile_seconds = time.perf_counter() - began
 
-    with _open_log(out) as log, _progress(workload.name, steps) as show:
+    with _open_log(log_file) as log, _progress(workload.name, steps) as show:
 
         def report(line: Line) -> None:
             log(line)
@@ -218,15 +219,29 @@ def _utilisation(forward_flops: float | None, step_seconds: float) -> float | No
     return 3 * forward_flops / (step_seconds * peak)
 
 
-@contextlib.contextmanager
-def _open_log(out: str | Path | None) -> Iterator[Report]:
-    """Give a function that writes one line of `out/log.jsonl`, at once."""
+def _log_file(out: str | Path | None) -> Path | None:
+    """Return `out/log.jsonl`, made empty; None without `out`."""
     if out is None:
+        return None
+    path = Path(out) / "log.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    except OSError as error:
+        raise WorkloadError(
+            f"`out={out}` cannot be written: {error.strerror}. Give a folder, which is "
+            "made if it is missing."
+        ) from None
+    return path
+
+
+@contextlib.contextmanager
+def _open_log(path: Path | None) -> Iterator[Report]:
+    """Give a function that writes one line of the log, at once."""
+    if path is None:
         yield lambda line: None
         return
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.jsonl").open("w", encoding="utf-8", buffering=1) as file:
+    with path.open("w", encoding="utf-8", buffering=1) as file:
         yield lambda line: print(json.dumps(line), file=file)
 
 
