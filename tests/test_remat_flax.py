@@ -279,8 +279,9 @@ class CallsPython(nn.Module):
 
 def test_io_callback_is_refused_and_the_block_named():
     wrapped = jaxckpt.remat(CallsPython, policy="full")()
+    variables = CallsPython().init(jax.random.key(0), X)
     with pytest.raises(WorkloadError, match="`CallsPython` calls `io_callback`"):
-        wrapped.apply({}, X)
+        wrapped.apply(variables, X)
 
 
 def test_debug_print_is_allowed(capsys):
