@@ -112,3 +112,13 @@ def test_excluding_a_name_behind_a_bias_excludes_the_product():
     kept = [r.label for r in graph.residuals if not r.argument]
     assert kept == ["dot_general"]  # the second product
     assert graph.recompute_flops == 2 * X.shape[0] * W.size
+
+
+def test_a_kept_result_of_tanh_is_not_said_to_run_again():
+    def layer(w, x):
+        return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "hidden") @ w)
+
+    remat = jaxckpt.remat(layer, policy="save(hidden)")
+    (region,) = jaxckpt.trace(remat, W, X, argnums=None).regions
+    assert [r.label for r in region.kept] == ["hidden"]
+    assert [v.primitive for v in region.recomputed] == ["dot_general"]  # the second

@@ -10,7 +10,7 @@ import jax
 from jaxckpt import _jax
 from jaxckpt.graph.gradient import Differentiable, struct_of
 from jaxckpt.graph.tag import mark
-from jaxckpt.graph.values import NAMING, Values
+from jaxckpt.graph.values import Values, gives_name
 
 
 def find_reads(values: Values, closed: Any) -> frozenset[int]:
@@ -36,11 +36,12 @@ def find_recomputed(
     JAX's own dead code elimination decides: a mark that is still in the backward
     program belongs to a value that is computed again there.
     """
+    # A policy keeps what comes out of a name, and a mark behind it is no computation.
     keeps_names = policy is not None
     numbers = {
         v.place: i
         for i, v in enumerate(values.items)
-        if not (keeps_names and v.primitive in NAMING)
+        if not (keeps_names and gives_name(v))
     }
     marked = _jax.jaxpr_function(mark(closed, numbers))
     arguments = [struct_of(v.aval) for v in _jax.open_jaxpr(closed).invars]

@@ -229,6 +229,12 @@ def _walk(values: Values, jaxpr: Any, path: Path, times: int) -> None:
         _visit(values, eqn, path, (*path, number), times)
 
 
+def gives_name(value: Value) -> bool:
+    """Return whether what makes a value names it, by itself or inside itself."""
+    named_inside = value.primitive.startswith("custom_jvp") and value.name is not None
+    return value.primitive in NAMING or named_inside
+
+
 def is_view(eqn: Any) -> bool:
     """Return whether an equation's output is its input's bytes, in another shape."""
     if eqn.primitive.name == "broadcast_in_dim":  # how JAX inserts a dimension of one
