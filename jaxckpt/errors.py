@@ -14,6 +14,10 @@ class PolicyError(JaxckptError, ValueError):
     """A policy that cannot be parsed, expressed or matched to the program."""
 
 
+class ScheduleError(JaxckptError, ValueError):
+    """A schedule that cannot be parsed, or does not suit the number of layers."""
+
+
 class WorkloadError(JaxckptError, ValueError):
     """A workload that cannot be found, called or traced."""
 

@@ -1,0 +1,176 @@
+"""The picture of a schedule: what stays of each layer, and what runs again, in order.
+
+One character is one layer: `*` keeps its input, `+` its input and what its policy
+keeps, `=` everything; `.` runs and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxckpt.policy_algebra import Nothing
+from jaxckpt.schedule_tree import (
+    Keep,
+    Node,
+    Remat,
+    Segment,
+    count_forwards,
+    count_layers,
+    keeps_input_only,
+    policies_in,
+    policy_text,
+    unread_layers,
+)
+
+_MEANINGS = {
+    "*": "keeps the layer's input",
+    "+": "its input and what a policy keeps",
+    "=": "everything",
+    ".": "nothing",
+}
+_WIDTH = 60  # layers in one line
+_FIRST_LINES = 3
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Layers that run one after another, in the forward pass or again.
+
+    Attributes:
+        start: The first layer.
+        marks: What stays of each, a character a layer.
+        unread: How many layers at the end do not run: at most the input of the first
+            of them is kept.
+    """
+
+    start: int
+    marks: str
+    unread: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The layer behind the last."""
+        return self.start + len(self.marks)
+
+    @property
+    def label(self) -> str:
+        """The layers that run, as text."""
+        last = self.stop - self.unread - 1
+        if last < self.start:
+            return "no layer"
+        return f"layer{f's {self.start}-' if last > self.start else ' '}{last}"
+
+
+def forward_marks(nodes: Sequence[Node]) -> str:
+    """Return what a run through the nodes leaves for the backward pass.
+
+    Example:
+        >>> forward_marks([Segment(Keep(3)), Keep(2)])
+        '*..=='
+    """
+    return "".join(map(_marks, nodes))
+
+
+def passes_again(nodes: Sequence[Node], start: int = 0) -> Iterator[Pass]:
+    """Yield what the backward pass runs again, in order.
+
+    Example:
+        >>> [p.label for p in passes_again([Segment(Keep(2)), Keep(1)])]
+        ['layers 0-1']
+    """
+    end = start + count_layers(nodes)
+    for node in reversed(nodes):
+        begin = end - node.layers
+        if isinstance(node, Segment):
+            unread = unread_layers(node.children)
+            marks = forward_marks(node.children)
+            # The input of what does not run is kept; the layers behind it do nothing.
+            marks = (
+                marks[: len(marks) - unread + 1].ljust(len(marks)) if unread else marks
+            )
+            yield Pass(begin, marks, unread)
+            yield from passes_again(node.children, begin)
+        elif isinstance(node, Remat):
+            yield from (Pass(i, "=") for i in reversed(range(begin, end)))
+        end = begin
+
+
+def draw(title: str, nodes: Sequence[Node]) -> str:
+    """Return the picture as lines of at most 80 columns."""
+    layers = count_layers(nodes)
+    forward = forward_marks(nodes)
+    again = list(passes_again(nodes))
+    lines = [f"{title} on {layers} layers", *_forward_lines(forward)]
+    if again:
+        lines += ["backward runs again, in order:", *_passes(again, layers)]
+    else:
+        lines += ["backward runs nothing again"]
+    lines += [f"policy: {policy_text(p)}" for p in _distinct_policies(nodes)]
+    total = count_forwards(nodes)
+    inputs = sum(forward.count(mark) for mark in "*+")
+    lines.append(
+        f"{inputs} layer inputs kept; {total} layer forwards: {layers} forward, "
+        f"{total - layers} again"
+    )
+    return "\n".join(lines)
+
+
+def _marks(node: Node) -> str:
+    if isinstance(node, Keep):
+        return "=" * node.layers
+    if isinstance(node, Segment):
+        rest = "." if isinstance(node.policy, Nothing) else "+"
+        return _input_mark(node) + rest * (node.layers - 1)
+    return _input_mark(node) * node.layers
+
+
+def _input_mark(node: Remat | Segment) -> str:
+    return "*" if keeps_input_only(node) else "+"
+
+
+def _distinct_policies(nodes: Sequence[Node]) -> list[object]:
+    policies = dict.fromkeys(policies_in(nodes))
+    return [p for p in policies if not isinstance(p, Nothing)]
+
+
+def _forward_lines(marks: str) -> list[str]:
+    """Return the forward pass as lines: the marks, and behind them what they mean."""
+    meanings = ", ".join(f"{m} {_MEANINGS[m]}" for m in _MEANINGS if m in marks)
+    chunks = range(0, len(marks), _WIDTH)
+    lines = [f"  forward   {marks[i : i + _WIDTH]}" for i in chunks]
+    if len(lines[-1]) + 3 + len(meanings) <= 80:
+        return [*lines[:-1], f"{lines[-1]}   {meanings}"]
+    return [*lines, f"            {meanings}"]
+
+
+def _passes(again: Sequence[Pass], layers: int) -> list[str]:
+    """Return a line for each pass; of many alike only the first and the last."""
+    lines: list[str] = []
+    for group in _alike(again):
+        shown = [_line(one, layers) for one in group]
+        if len(shown) > _FIRST_LINES + 2:
+            left = len(shown) - _FIRST_LINES - 1
+            more = f"            ... {left} more like these, each further down"
+            shown = [*shown[:_FIRST_LINES], more, shown[-1]]
+        lines += shown
+    return lines
+
+
+def _line(one: Pass, layers: int) -> str:
+    if layers > _WIDTH:
+        return f"            {one.label}"
+    marks = f"{' ' * one.start}{one.marks}".ljust(layers)
+    return f"            {marks}   {one.label}"
+
+
+def _alike(passes: Sequence[Pass]) -> list[list[Pass]]:
+    """Group neighbours with equal marks, each right before the one it follows."""
+    groups: list[list[Pass]] = []
+    for one in passes:
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.marks == one.marks and one.stop == last.start:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
