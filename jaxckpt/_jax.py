@@ -284,3 +284,20 @@ def without_dead_code(closed: Any) -> Any:
     jaxpr = open_jaxpr(closed)
     live, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return with_jaxpr(closed, live)
+
+
+def constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:
+    """Return a jaxpr whose constants come first among its inputs, and the constants."""
+    opened = _pe.convert_constvars_jaxpr(open_jaxpr(closed))
+    return close_jaxpr(opened), list(closed.consts)
+
+
+def select_outputs(closed: Any, wanted: Sequence[bool]) -> Any:
+    """Return a closed jaxpr with some of its outputs only; its inputs stay."""
+    live, _ = _pe.dce_jaxpr(open_jaxpr(closed), list(wanted), instantiate=True)
+    return with_jaxpr(closed, live)
+
+
+def add_any(x: Any, y: Any) -> Any:
+    """Return the sum of two cotangents, as JAX adds them up."""
+    return _ad.add_jaxvals(x, y)

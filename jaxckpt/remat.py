@@ -137,29 +137,51 @@ class _Rematted:
             return self.fn(*args, **kwargs)
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        _refuse_callbacks(closed, self.label)
-        chosen = choose(closed, self.policy, where=self.label, check=self.check)
-        refuse_unseen(chosen, self.policy, self.label)
-        run = jax.checkpoint(
-            _jax.jaxpr_function(chosen.closed),
+        run = remat_jaxpr(
+            closed,
+            self.policy,
+            label=self.label,
             prevent_cse=self.prevent_cse,
-            policy=self._jax_policy(chosen.saved, chosen.offloaded),
+            check=self.check,
         )
         # What the function closes over (a Module's arrays) may be another next time.
         closes_over_nothing = not closed.consts
         return (run, jax.tree.structure(shapes)), closes_over_nothing
 
-    def _jax_policy(self, saved: Sequence[str], offloaded: Sequence[str]) -> Any:
-        if isinstance(self.policy, Everything):
-            return jax.checkpoint_policies.everything_saveable
-        if not offloaded:
-            return jax.checkpoint_policies.save_only_these_names(*saved)
-        return jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(saved),
-            names_which_can_be_offloaded=list(offloaded),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+
+def remat_jaxpr(
+    closed: Any, policy: Policy, *, label: str, prevent_cse: bool, check: bool = True
+) -> Callable[..., list[Any]]:
+    """Return a closed jaxpr as a function of flat arrays, rematerialised.
+
+    Args:
+        closed: The program of one layer.
+        policy: What to keep.
+        label: How to call it in an error.
+        prevent_cse: As for `remat`.
+        check: Whether a pattern without effect is an error.
+    """
+    _refuse_callbacks(closed, label)
+    chosen = choose(closed, policy, where=label, check=check)
+    refuse_unseen(chosen, policy, label)
+    return jax.checkpoint(
+        _jax.jaxpr_function(chosen.closed),
+        prevent_cse=prevent_cse,
+        policy=_jax_policy(policy, chosen.saved, chosen.offloaded),
+    )
+
+
+def _jax_policy(policy: Policy, saved: Sequence[str], offloaded: Sequence[str]) -> Any:
+    if isinstance(policy, Everything):
+        return jax.checkpoint_policies.everything_saveable
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def _check_settings(policy: Any, on_unmatched: str, prevent_cse: Any) -> None:

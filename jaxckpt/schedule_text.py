@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jaxckpt import schedule as s
 from jaxckpt.errors import PolicyError, ScheduleError, did_you_mean
@@ -13,39 +15,105 @@ from jaxckpt.schedule_tree import Keep, Node, Remat, Segment
 
 _RULES: dict[str, Callable[..., s.Schedule]] = {
     f.__name__: f
-    for f in (s.every, s.remat_every, s.sqrt, s.nested, s.binomial, s.uniform)
+    for f in (
+        s.none,
+        s.full,
+        s.uniform,
+        s.every,
+        s.remat_every,
+        s.sqrt,
+        s.nested,
+        s.binomial,
+    )
 }
-_WORDS: dict[str, Callable[[], s.Schedule]] = {"none": s.none, "full": s.full}
-_NODES = "Keep", "Remat", "Segment"
+_WORDS = "none", "full"  # also without parentheses
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
-_TIMES = re.compile(r"\s*(\w+)\s*\*(?!\*)(.*)", re.DOTALL)
+_TIMES = re.compile(r"\s*([^\s(),*]+)\s*\*(?!\*)(.*)", re.DOTALL)
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)(.*)", re.DOTALL)
-_QUOTED = re.compile(r"\s*(['\"])(.*)\1\s*", re.DOTALL)
+_QUOTED = re.compile(r"""\s*(["'])(?:\\.|(?!\1).)*\1\s*""", re.DOTALL)
+_NUMBER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _DEEPEST = 50
 _MOST_NODES = 10_000
+
+
+class _Call(NamedTuple):
+    """`name(argument, ..., keyword=...)`, each part as it stands in the text."""
+
+    text: str
+    name: str
+    arguments: list[str]
+    keywords: dict[str, str]
 
 
 def parse(text: str) -> s.Schedule:
     """Return the schedule that a text describes (see `jaxckpt.parse_schedule`)."""
     if not isinstance(text, str):
         raise ScheduleError(f"`{text!r}` is not a schedule text (a string).")
+    if not text.strip():
+        raise ScheduleError(
+            "An empty text is no schedule. Write for example `every(4)` or "
+            "`Remat(full, 12), Keep(4)`."
+        )
     if text.strip() in _WORDS:
-        return _WORDS[text.strip()]()
-    name = _call(text)[0] if len(_split(text)) == 1 else None
-    if name in _RULES:
-        return _rule(text)
-    return s.tree(*_parse_nodes(_split(text), 0))
+        return _RULES[text.strip()]()
+    parts = split_at(text, ",")
+    if len(parts) == 1:
+        call = _call(text)
+        if call.name in _RULES:
+            return _rule(call)
+    return s.tree(*_parse_nodes(parts, 0))
 
 
-def _rule(text: str) -> s.Schedule:
-    name, arguments, keywords = _call(text)
-    rule = _RULES[name]
-    positional = [_argument(name, value) for value in arguments]
-    named = {key: _argument(name, value) for key, value in keywords.items()}
+def split_at(text: str, separator: str) -> list[str]:
+    """Split at a character outside of parentheses and quotes.
+
+    Raises:
+        ScheduleError: A parenthesis or a quote is left open, or a part is empty.
+
+    Example:
+        >>> split_at("save(a, b), full", ",")
+        ['save(a, b)', ' full']
+    """
+    parts, start = [], 0
+    for position in _top_level(text, separator):
+        parts.append(text[start:position])
+        start = position + 1
+    parts.append(text[start:])
+    if any(not part.strip() for part in parts):
+        raise ScheduleError(
+            f"`{text.strip()}` is not complete: something is missing beside a "
+            f"`{separator}`."
+        )
+    return parts
+
+
+def _top_level(text: str, separator: str) -> Iterator[int]:
+    """Yield where the separator stands outside of parentheses and quotes."""
+    depth, quote, escaped = 0, "", False
+    for position, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote and not escaped else quote
+            escaped = character == "\\" and not escaped
+        elif character in "'\"":
+            quote = character
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+            if depth < 0:
+                raise ScheduleError(f"`{text.strip()}` closes a parenthesis too many.")
+        elif character == separator and depth == 0:
+            yield position
+    if depth or quote:
+        missing = "a quote" if quote else "a parenthesis"
+        raise ScheduleError(f"`{text.strip()}` does not close {missing}.")
+
+
+def _rule(call: _Call) -> s.Schedule:
+    positional = [_argument(call.name, value) for value in call.arguments]
+    named = {k: _argument(call.name, value) for k, value in call.keywords.items()}
     try:
-        return rule(*positional, **named)
+        return _RULES[call.name](*positional, **named)
     except TypeError as error:
-        raise ScheduleError(f"`{text}`: {error}.") from None
+        raise ScheduleError(f"`{call.text}`: {error}.") from None
 
 
 def _argument(rule: str, text: str) -> Any:
@@ -59,134 +127,174 @@ def _argument(rule: str, text: str) -> Any:
     )
 
 
-def _parse_nodes(parts: list[str], depth: int) -> list[Node]:
+def _parse_nodes(parts: Sequence[str], depth: int) -> list[Node]:
     if depth > _DEEPEST:
         raise ScheduleError(f"A schedule nests segments over {_DEEPEST} deep.")
-    nodes = [node for part in parts for node in _repeated(part, depth)]
-    if len(nodes) > _MOST_NODES:
-        raise ScheduleError(f"A schedule has over {_MOST_NODES} nodes.")
+    nodes: list[Node] = []
+    size = 0
+    for part in parts:
+        times, text = _times(part)
+        node = _node(_call(text), depth)
+        size += times * _size(node)
+        if size > _MOST_NODES:
+            raise ScheduleError(f"A schedule has over {_MOST_NODES} nodes.")
+        nodes += [node] * times
     return nodes
 
 
-def _repeated(text: str, depth: int) -> list[Node]:
+def _times(text: str) -> tuple[int, str]:
+    """Split `3 * node` in how often and which."""
     match = _TIMES.fullmatch(text)
     if match is None:
-        return [_node(text, depth)]
+        return 1, text
     if not _is_number(match[1]) or not 1 <= int(match[1]) <= _MOST_NODES:
         raise ScheduleError(
             f"`{match[1]} * ...` in `{text.strip()}`: use a whole number from 1 to "
             f"{_MOST_NODES}."
         )
-    return [_node(match[2], depth)] * int(match[1])
+    return int(match[1]), match[2]
 
 
-def _node(text: str, depth: int) -> Node:
-    name, arguments, keywords = _call(text)
-    if name not in _NODES:
-        valid = [*_WORDS, *_RULES, *_NODES]
-        given = name or text.strip()
-        if name in _RULES or text.strip() in _WORDS:
-            raise ScheduleError(
-                f"`{text.strip()}` stands alone; a tree is made of "
-                f"{', '.join(f'`{n}(...)`' for n in _NODES)}."
-            )
-        raise ScheduleError(
-            f"`{given}` is not a schedule. {did_you_mean(given, valid)}"
+def _size(node: Node) -> int:
+    """Return how many nodes a tree is, itself included."""
+    return 1 + (sum(map(_size, node.children)) if isinstance(node, Segment) else 0)
+
+
+def _node(call: _Call, depth: int) -> Node:
+    if call.name not in _NODES:
+        raise ScheduleError(_not_a_node(call))
+    return _NODES[call.name](call, depth)
+
+
+def _segment(call: _Call, depth: int) -> Node:
+    policy = call.keywords.pop("policy", None)
+    _refuse_keywords(call, "`policy`")
+    children = tuple(_parse_nodes(call.arguments, depth + 1))
+    if policy is None:
+        return Segment(children)
+    return Segment(children, _some_policy(policy, call))
+
+
+def _keep(call: _Call, depth: int) -> Node:
+    layers = _take_layers(call)
+    _refuse_keywords(call, "`layers`")
+    _refuse_rest(call)
+    return Keep(layers)
+
+
+def _remat(call: _Call, depth: int) -> Node:
+    layers = _take_layers(call)
+    policy = call.keywords.pop("policy", None)
+    if policy is None and call.arguments:
+        policy = call.arguments.pop()
+    _refuse_keywords(call, "`policy`, `layers`")
+    _refuse_rest(call)
+    return Remat(None if policy is None else _some_policy(policy, call), layers)
+
+
+_NODES: dict[str, Callable[[_Call, int], Node]] = {
+    "Keep": _keep,
+    "Remat": _remat,
+    "Segment": _segment,
+}
+
+
+def _not_a_node(call: _Call) -> str:
+    """Say what is wrong with text that should be a node of a tree."""
+    given = call.name or call.text
+    nodes = ", ".join(f"`{name}(...)`" for name in _NODES)
+    if given in _RULES:
+        return f"`{call.text}` stands alone; a tree is made of {nodes}."
+    with contextlib.suppress(PolicyError):
+        parse_policy(call.text)
+        return (
+            f"`{call.text}` is a policy, not a schedule. Write "
+            f"`uniform({call.text})` for all layers; a tree is made of {nodes}."
         )
-    if name == "Segment":
-        policy = keywords.pop("policy", None)
-        _refuse_keywords(text, keywords)
-        children = tuple(_parse_nodes(arguments, depth + 1))
-        given = {} if policy is None else {"policy": _some_policy(policy, text)}
-        return Segment(children, **given)
-    count = keywords.pop("layers", None) or (arguments.pop() if arguments else "")
+    return f"`{given}` is not a schedule. {did_you_mean(given, [*_RULES, *_NODES])}"
+
+
+def _take_layers(call: _Call) -> int:
+    """Take the number of layers out of a call: by keyword, or the last argument."""
+    count = call.keywords.pop("layers", None)
+    if count is None:
+        count = call.arguments.pop() if call.arguments else ""
     if not _is_number(count):
         raise ScheduleError(
-            f"`{text.strip()}`: `{count.strip()}` is not a number of layers."
+            f"`{call.text}`: `{count.strip()}` is not a number of layers. Use a whole "
+            "number of at least 1."
         )
-    policy = keywords.pop("policy", None) or (arguments.pop() if arguments else None)
-    _refuse_keywords(text, keywords)
-    if arguments or (name == "Keep" and policy is not None):
-        raise ScheduleError(f"`{text.strip()}` has too many arguments.")
-    if name == "Keep":
-        return Keep(int(count))
-    return Remat(None if policy is None else _some_policy(policy, text), int(count))
+    return int(count)
 
 
-def _some_policy(text: str, where: str) -> Policy:
+def _refuse_keywords(call: _Call, valid: str) -> None:
+    for name in call.keywords:
+        raise ScheduleError(
+            f"`{call.text}` has an unknown argument `{name}`. Valid: {valid}."
+        )
+
+
+def _refuse_rest(call: _Call) -> None:
+    if call.arguments:
+        raise ScheduleError(
+            f"`{call.text}` has an argument too many: `{call.arguments[0].strip()}`."
+        )
+
+
+def _some_policy(text: str, call: _Call) -> Policy:
     policy = _policy(text)
     if policy is None:
         raise ScheduleError(
-            f"`{where.strip()}`: `none` is no policy of a rematerialised layer. Use "
+            f"`{call.text}`: `none` is no policy of a rematerialised layer. Use "
             "`Keep(layers)` for layers without remat."
         )
     return policy
 
 
 def _policy(text: str) -> Policy | None:
-    quoted = _QUOTED.fullmatch(text)
+    """Read a policy, in quotes or not."""
     try:
-        return parse_policy(quoted[2] if quoted else text.strip())
+        quoted = _QUOTED.fullmatch(text)
+        return parse_policy(_unquoted(text) if quoted else text.strip())
     except PolicyError as error:
         raise PolicyError(f"In the schedule, {error}") from None
 
 
-def _call(text: str) -> tuple[str, list[str], dict[str, str]]:
-    """Return name, arguments and keywords of `name(...)`; "" where it is no call."""
+def _unquoted(text: str) -> str:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        raise PolicyError(
+            f"`{text.strip()}` is not a string as Python writes it."
+        ) from None
+
+
+def _call(text: str) -> _Call:
+    """Take a text apart; the name is "" where it is no call."""
+    text = text.strip()
     match = _CALL.fullmatch(text)
-    if match is None:
-        return "", [], {}
-    arguments: list[str] = []
-    keywords: dict[str, str] = {}
-    for part in _split(match[2]) if match[2].strip() else []:
+    if match is None or not _encloses(match[2]):
+        return _Call(text, "", [], {})
+    call = _Call(text, match[1], [], {})
+    for part in split_at(match[2], ",") if match[2].strip() else []:
         keyword = _KEYWORD.fullmatch(part)
         if keyword is None:
-            arguments.append(part)
-        elif keyword[1] in keywords:
-            raise ScheduleError(f"`{text.strip()}` gives `{keyword[1]}` twice.")
+            call.arguments.append(part)
+        elif keyword[1] in call.keywords:
+            raise ScheduleError(f"`{text}` gives `{keyword[1]}` twice.")
         else:
-            keywords[keyword[1]] = keyword[2]
-    return match[1], arguments, keywords
+            call.keywords[keyword[1]] = keyword[2]
+    return call
 
 
-def _split(text: str) -> list[str]:
-    """Split at commas outside of parentheses and quotes."""
-    parts, start = [], 0
-    for position in _top_level_commas(text):
-        parts.append(text[start:position])
-        start = position + 1
-    parts.append(text[start:])
-    if any(not part.strip() for part in parts):
-        raise ScheduleError(
-            f"`{text.strip()}` is not a schedule: something is missing beside a comma. "
-            "Write for example `every(4)` or `Remat(full, 12), Keep(4)`."
-        )
-    return parts
-
-
-def _top_level_commas(text: str) -> Iterator[int]:
-    depth, quote = 0, ""
-    for position, character in enumerate(text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-            if depth < 0:
-                raise ScheduleError(f"`{text.strip()}` closes a parenthesis too many.")
-        elif character == "," and depth == 0:
-            yield position
-    if depth or quote:
-        missing = "a quote" if quote else "a parenthesis"
-        raise ScheduleError(f"`{text.strip()}` does not close {missing}.")
-
-
-def _refuse_keywords(text: str, keywords: dict[str, str]) -> None:
-    if keywords:
-        name = next(iter(keywords))
-        raise ScheduleError(f"`{text.strip()}` has an unknown argument `{name}`.")
+def _encloses(inside: str) -> bool:
+    """Return whether parentheses around a text belong together: not `(a) | (b)`."""
+    try:
+        list(_top_level(inside, ","))
+    except ScheduleError:
+        return False
+    return True
 
 
 def _is_number(text: str) -> bool:
-    return re.fullmatch(r"\s*[+-]?[0-9]+\s*", text) is not None
+    return _NUMBER.fullmatch(text) is not None

@@ -5,5 +5,7 @@ from jaxckpt.report.tables import format_bytes as format_bytes
 from jaxckpt.report.tables import format_flops as format_flops
 from jaxckpt.report.tables import format_seconds as format_seconds
 from jaxckpt.report.tables import measurement_table as measurement_table
+from jaxckpt.report.tables import policy_markdown as policy_markdown
 from jaxckpt.report.tables import policy_table as policy_table
+from jaxckpt.report.tables import rule_text as rule_text
 from jaxckpt.report.tables import train_table as train_table

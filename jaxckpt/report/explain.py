@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxckpt.devices import Device, use
+from jaxckpt.devices import Device
 from jaxckpt.graph.advice import warnings_about
 from jaxckpt.graph.regions import Region
 from jaxckpt.graph.residuals import Residual
@@ -20,8 +20,11 @@ from jaxckpt.graph.trace import Graph
 from jaxckpt.graph.values import VIEWS, Value
 from jaxckpt.matmul import find_matmul
 from jaxckpt.policy import Policy
+from jaxckpt.schedule import Schedule, combine
+from jaxckpt.schedule_picture import passes_again
+from jaxckpt.schedule_tree import Node, Remat, Segment, count_forwards
 from jaxckpt.workload import Workload
-from jaxckpt.xla.measure import trace_loss
+from jaxckpt.xla.measure import load_traced
 
 _SMALL = 1 / 200  # residuals below this share of all are summed up in one row
 
@@ -47,17 +50,48 @@ class Row:
     source: str
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Which layers a schedule rematerialises.
+
+    Attributes:
+        schedule: The rule.
+        num_layers: The depth of the stack.
+    """
+
+    schedule: Schedule
+    num_layers: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the picture shows, as plain data."""
+        nodes = self.schedule.nodes(self.num_layers)
+        ends = [(p.start, p.stop - p.unread - 1) for p in passes_again(nodes)]
+        return {
+            "text": str(self.schedule),
+            "num_layers": self.num_layers,
+            "kept_inputs": list(_kept_inputs(nodes)),
+            "runs_again": [[first, last] for first, last in ends if first <= last],
+            "layer_forwards": count_forwards(nodes),
+        }
+
+    def __str__(self) -> str:
+        """Return the picture."""
+        return self.schedule.draw(self.num_layers)
+
+
 class Explanation:
     """What the backward pass of a program reads, by name, bytes and layers.
 
     Attributes:
         graph: The traced program.
         label: How to call it.
+        layers: Which layers are rematerialised, where that is known.
     """
 
-    def __init__(self, graph: Graph, label: str) -> None:
+    def __init__(self, graph: Graph, label: str, layers: Layers | None = None) -> None:
         self.graph = graph
         self.label = label
+        self.layers = layers
 
     def __str__(self) -> str:
         """Return what `render` prints, in 80 columns."""
@@ -88,6 +122,7 @@ class Explanation:
         """Return the object that `jaxckpt explain --json` prints."""
         return {
             "workload": self.label,
+            "schedule": None if self.layers is None else self.layers.as_json(),
             "residual_bytes": self.graph.residual_bytes,
             "forward_flops": self.graph.forward_flops,
             "recompute_flops": self.graph.recompute_flops,
@@ -99,6 +134,9 @@ class Explanation:
     def render(self, console: Console) -> None:
         """Print the picture, the table and the notes; readable at 80 columns."""
         console.print(f"[bold]{escape(self.label)}[/bold]")
+        if self.layers is not None:
+            console.print(str(self.layers), markup=False, highlight=False)
+            console.print()
         if not self.graph.regions:
             console.print("No remat: every residual stays, nothing runs again.")
         for region in self.graph.regions:
@@ -133,16 +171,45 @@ def explain(graph: Graph, label: str = "program") -> Explanation:
 
 
 def explain_workload(
-    load: Callable[[], Workload], *, policy: Policy | None, device: Device
+    load: Callable[[], Workload],
+    *,
+    policy: Policy | None = None,
+    schedule: Schedule | None = None,
+    device: Device,
 ) -> Explanation:
-    """Explain what a workload function returns, called with the device active."""
-    with use(device):
-        workload = load()
-        graph = trace_loss(workload)
-        # Worked out here, while the device is active: models look at it when traced.
-        _ = graph.residuals, graph.recompute_flops
-        rule = "none" if policy is None else str(policy)
-        return Explanation(graph, f"{workload.name}, policy {rule}")
+    """Explain what a workload function returns, called with the device active.
+
+    Args:
+        load: Returns the workload, under its policy and schedule already.
+        policy: The policy that it is loaded with, for the report.
+        schedule: The schedule that it is loaded with, for the report.
+        device: What it would run on.
+    """
+    together = combine(policy, schedule)
+    loaded = load_traced(load, device=device)
+    depth = loaded.workload.layers
+    given = policy is not None or schedule is not None
+    layers = Layers(together, depth) if given and depth is not None else None
+    label = ", ".join([loaded.label, *_rules(policy, schedule)])
+    return Explanation(loaded.graph, label, layers)
+
+
+def _rules(policy: Policy | None, schedule: Schedule | None) -> Iterator[str]:
+    if policy is not None or schedule is None:
+        yield f"policy {'none' if policy is None else policy}"
+    if schedule is not None:
+        yield f"schedule {schedule}"
+
+
+def _kept_inputs(nodes: Iterable[Node]) -> Iterator[int]:
+    """Yield the layers whose input the forward pass keeps by itself."""
+    start = 0
+    for node in nodes:
+        if isinstance(node, Segment):
+            yield start
+        elif isinstance(node, Remat):
+            yield from range(start, start + node.layers)
+        start += node.layers
 
 
 def _row(name: str, decision: str, group: list[Residual]) -> Row:

@@ -155,26 +155,72 @@ def train_table(result: TrainResult) -> Table:
     return table
 
 
-def policy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return several measurements of one workload and device, a policy a row.
+def policy_table(
+    rows: Sequence[Mapping[str, Any]], best: Sequence[bool] = ()
+) -> Table:
+    """Return several measurements of one workload and device, a rule a row.
 
     Args:
         rows: Objects as `jaxckpt measure --json` prints them.
+        best: For each row, whether to mark it as Pareto-optimal; empty for no marks.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    if best:
+        table.add_column("", no_wrap=True)
     table.add_column("policy", overflow="fold")
     for heading in ("peak", "temp", "recomputed", "step", "compile"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            escape(str(row["policy"])),
-            format_bytes(row["peak_bytes"]),
-            format_bytes(row["temp_bytes"]),
-            _share(row),
-            format_seconds(row["step_seconds"]),
-            format_seconds(row["compile_seconds"]),
-        )
+    if any(row.get("schedule") for row in rows):
+        table.columns[1 if best else 0].header = "policy or schedule"
+    for i, row in enumerate(rows):
+        marks = ["*" if best[i] else ""] if best else []
+        table.add_row(*marks, escape(rule_text(row)), *_figures(row))
     return table
+
+
+def policy_markdown(
+    rows: Sequence[Mapping[str, Any]], best: Sequence[bool] = ()
+) -> str:
+    """Return `policy_table` as a table in Markdown, Pareto-optimal rules in bold.
+
+    Args:
+        rows: Objects as `jaxckpt measure --json` prints them.
+        best: For each row, whether it is Pareto-optimal.
+    """
+    lines = [
+        "| policy or schedule | peak | temp | recomputed | step | compile |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row, bold in zip(rows, best or [False] * len(rows), strict=True):
+        rule = f"`{rule_text(row)}`".replace("|", "\\|")
+        cells = f"**{rule}**" if bold else rule, *_figures(row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rule_text(measurement: Mapping[str, Any]) -> str:
+    """Return the policy and the schedule of a measurement as one text.
+
+    Example:
+        >>> rule_text({"policy": "full", "schedule": None})
+        'full'
+        >>> rule_text({"policy": "full", "schedule": "remat_every(2)"})
+        'remat_every(2), policy full'
+    """
+    policy, schedule = measurement.get("policy"), measurement.get("schedule")
+    if schedule is None:
+        return str(policy)
+    return str(schedule) if policy is None else f"{schedule}, policy {policy}"
+
+
+def _figures(measurement: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        format_bytes(measurement["peak_bytes"]),
+        format_bytes(measurement["temp_bytes"]),
+        _share(measurement),
+        format_seconds(measurement["step_seconds"]),
+        format_seconds(measurement["compile_seconds"]),
+    )
 
 
 def _share(measurement: Mapping[str, Any]) -> str:

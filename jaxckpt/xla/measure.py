@@ -15,7 +15,6 @@ from jaxckpt.devices import Device, get_device, use
 from jaxckpt.errors import WorkloadError
 from jaxckpt.graph.advice import warnings_about
 from jaxckpt.graph.trace import Graph, trace
-from jaxckpt.policy import Policy
 from jaxckpt.training import TrainState, abstract_state, train_step_fn
 from jaxckpt.training.step import call_loss
 from jaxckpt.workload import Workload
@@ -40,6 +39,7 @@ class Measurement:
         workload: What was measured.
         device: Name of the device that it was compiled for.
         policy: The policy, as text; None where the program says it itself.
+        schedule: The schedule, as text; None where none was given.
         footprint: Bytes by category, as XLA counts them.
         forward_flops: Matmul FLOPs of one forward pass.
         recompute_flops: Matmul FLOPs that the backward pass runs again.
@@ -56,6 +56,7 @@ class Measurement:
     workload: str
     device: str
     policy: str | None
+    schedule: str | None
     footprint: Footprint
     forward_flops: int
     recompute_flops: int
@@ -83,7 +84,7 @@ class Measurement:
             "device": self.device,
             "mesh": None,
             "policy": self.policy,
-            "schedule": None,
+            "schedule": self.schedule,
             "peak_bytes": self.peak_bytes,
             **dataclasses.asdict(self.footprint),
             "forward_flops": self.forward_flops,
@@ -149,35 +150,86 @@ def measure(
     return measure_workload(lambda: workload, device=get_device(device))
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A workload under its policy and schedule, traced for a device.
+
+    Attributes:
+        workload: What the workload function returned.
+        graph: Its loss function, traced.
+        device: What it was traced for.
+        label: How the report calls the workload.
+        policy: The policy, as text.
+        schedule: The schedule, as text.
+    """
+
+    workload: Workload
+    graph: Graph
+    device: Device
+    label: str
+    policy: str | None
+    schedule: str | None
+
+
 def measure_workload(
     load: Callable[[], Workload],
     *,
     device: Device,
-    policy: Policy | None = None,
-    policy_text: str | None = None,
+    policy: str | None = None,
+    schedule: str | None = None,
     label: str | None = None,
 ) -> Measurement:
-    """Measure what a workload function returns, called with the device active.
+    """Measure what a workload function returns: `measure_loaded(load_traced(...))`."""
+    return measure_loaded(
+        load_traced(load, device=device, policy=policy, schedule=schedule, label=label)
+    )
+
+
+def load_traced(
+    load: Callable[[], Workload],
+    *,
+    device: Device,
+    policy: str | None = None,
+    schedule: str | None = None,
+    label: str | None = None,
+) -> Loaded:
+    """Load and trace a workload: what can go wrong before the compiler runs does here.
 
     Args:
-        load: Returns the workload, under its policy already.
-        device: What to compile for.
-        policy: The policy that the workload was loaded with, for the report.
-        policy_text: How to call it there; its own text by default.
+        load: Returns the workload, under its policy and schedule already.
+        device: What it is measured for; active during the call.
+        policy: Text of the policy that it is loaded with, for the report.
+        schedule: Text of the schedule, for the report.
         label: How to call the workload there; its own name by default.
+
+    Raises:
+        JaxckptError: The workload refuses its settings, or its policy or schedule does
+            not suit it.
     """
     with use(device):
         workload = load()
         graph = trace_loss(workload)
+        # Worked out here, while the device is active: models look at it when traced.
+        _ = graph.residuals, graph.recompute_flops
+    return Loaded(
+        workload, graph, device, label or workload.name, policy, schedule
+    )
+
+
+def measure_loaded(loaded: Loaded) -> Measurement:
+    """Compile the training step of a traced workload, and time it where it can run."""
+    workload, graph, device = loaded.workload, loaded.graph, loaded.device
+    with use(device):
         step, state = whole_step(workload)
         compiled = compile_for(
             step, state, workload.batch, device=device, donate_argnums=0
         )
         seconds, unpriced = _seconds(compiled, workload, device)
         return Measurement(
-            workload=label or workload.name,
+            workload=loaded.label,
             device=device.name,
-            policy=policy_text or (None if policy is None else str(policy)),
+            policy=loaded.policy,
+            schedule=loaded.schedule,
             footprint=compiled.footprint,
             forward_flops=graph.forward_flops,
             recompute_flops=graph.recompute_flops,

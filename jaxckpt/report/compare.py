@@ -1,0 +1,217 @@
+"""`compare`: what each of several policies and schedules costs one workload."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from jaxckpt.devices import Device
+from jaxckpt.errors import CompileError, JaxckptError, PolicyError
+from jaxckpt.policy import Policy, parse_policy
+from jaxckpt.policy_text import recipe_names
+from jaxckpt.schedule import Schedule, parse_schedule
+from jaxckpt.workload import Workload
+from jaxckpt.xla.measure import Loaded, Measurement, load_traced, measure_loaded
+
+Progress = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy or a schedule to compare, as text.
+
+    Attributes:
+        policy: The policy; None where there is only a schedule.
+        schedule: The schedule; None where there is only a policy.
+        optional: Whether it may be left out where it does not suit the model.
+    """
+
+    policy: str | None = None
+    schedule: str | None = None
+    optional: bool = False
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"schedule {self.schedule}" if self.schedule else f"policy {self.policy}"
+
+    def parsed(self) -> dict[str, Any]:
+        """Return the keywords `policy` and `schedule` of a workload function.
+
+        Raises:
+            PolicyError: The policy cannot be read.
+            ScheduleError: The schedule cannot be read.
+        """
+        policy: Policy | None = parse_policy(self.policy) if self.policy else None
+        schedule: Schedule | None = None
+        if self.schedule is not None:
+            schedule = parse_schedule(self.schedule)
+        return {"policy": policy, "schedule": schedule}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A rule without a row.
+
+    Attributes:
+        rule: The rule.
+        reason: Why it has none.
+    """
+
+    rule: Rule
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Measurements of one workload on one device, a rule each.
+
+    Attributes:
+        workload: What was measured.
+        device: What it was compiled for.
+        rows: The measurements, the highest peak first.
+        left_out: Rules that do not suit the model.
+    """
+
+    workload: str
+    device: str
+    rows: tuple[Measurement, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `jaxckpt compare --json` prints."""
+        left_out = [
+            {"policy": one.rule.policy, "reason": one.reason} for one in self.left_out
+        ]
+        return {
+            "workload": self.workload,
+            "device": self.device,
+            "rows": [row.as_json() for row in self.rows],
+            "left_out": left_out,
+        }
+
+
+def default_rules() -> tuple[Rule, ...]:
+    """Return what is compared where nothing is asked for: each may be left out.
+
+    No remat, full remat, the matmul policies, and MaxText's policies without offload.
+
+    Example:
+        >>> [rule.policy for rule in default_rules()][:5]
+        ['none', 'full', 'dots', 'dots_no_batch', 'maxtext:full']
+    """
+    names = [name for name in recipe_names() if name.startswith("maxtext:")]
+    recipes = [name for name in names if not _offloads(name)]
+    policies = ["none", "full", "dots", "dots_no_batch", *recipes]
+    return tuple(Rule(policy, optional=True) for policy in policies)
+
+
+def compare_policies(
+    load_for: Callable[[Rule], Workload],
+    rules: Iterable[Rule],
+    device: Device,
+    *,
+    label: str | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Measure a workload under each rule.
+
+    All rules are loaded and traced before the first is compiled, so that what does not
+    suit the model shows at once. The compiler runs once for rules that make the same
+    program, and its results are kept on disk.
+
+    Args:
+        load_for: Returns the workload under a rule; called with the device active.
+        rules: What to compare; rules given twice make one row.
+        device: What to compile for.
+        label: How to call the workload; its own name by default.
+        progress: `progress(text)` is entered while a step runs, and says so.
+
+    Raises:
+        JaxckptError: A rule that is not optional does not suit the model, or none does.
+    """
+    progress = progress or (lambda text: contextlib.nullcontext())
+    rules = tuple(dict.fromkeys(rules))
+    for rule in rules:
+        rule.parsed()
+    failures: dict[Rule, JaxckptError] = {}
+    loaded: dict[Rule, Loaded] = {}
+    for rule in rules:
+        with progress(f"tracing {rule.label}"), _noted(rule, failures, PolicyError):
+            loaded[rule] = _load(load_for, rule, device, label)
+    measured: list[Measurement] = []
+    for i, (rule, one) in enumerate(loaded.items(), start=1):
+        step = f"compiling for {device.name}, {rule.label} ({i} of {len(loaded)})"
+        with progress(step), _noted(rule, failures, CompileError):
+            measured.append(measure_loaded(one))
+    if not measured and failures:
+        raise next(iter(failures.values()))
+    left_out = tuple(LeftOut(rule, str(error)) for rule, error in failures.items())
+    name = label or next(iter(loaded.values())).label
+    return Comparison(name, device.name, tuple(sorted(measured, key=_order)), left_out)
+
+
+def status() -> Progress:
+    """Return a progress display on stderr, which leaves stdout alone."""
+    return Console(stderr=True).status
+
+
+def on_pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return for each row whether no other is better.
+
+    Another is better where it has no more peak bytes and no more recomputed FLOPs, and
+    less of one of the two.
+
+    Args:
+        rows: Objects as `jaxckpt measure --json` prints them.
+
+    Example:
+        >>> keys = "peak_bytes", "recompute_flops"
+        >>> rows = [dict(zip(keys, pair)) for pair in [(9, 0), (7, 0), (5, 3), (6, 4)]]
+        >>> on_pareto_front(rows)
+        [False, True, True, False]
+    """
+    points = [(row["peak_bytes"], row["recompute_flops"]) for row in rows]
+    return [
+        not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
+        for p in points
+    ]
+
+
+def _offloads(name: str) -> bool:
+    policy = parse_policy(name)
+    return policy is not None and policy.offloads()
+
+
+def _load(
+    load_for: Callable[[Rule], Workload], rule: Rule, device: Device, label: str | None
+) -> Loaded:
+    return load_traced(
+        lambda: load_for(rule),
+        device=device,
+        policy=rule.policy,
+        schedule=rule.schedule,
+        label=label,
+    )
+
+
+@contextlib.contextmanager
+def _noted(
+    rule: Rule, failures: dict[Rule, JaxckptError], kind: type[JaxckptError]
+) -> Iterator[None]:
+    """Note the error of an optional rule instead of raising it."""
+    try:
+        yield
+    except kind as error:
+        if not rule.optional:
+            raise
+        failures[rule] = error
+
+
+def _order(row: Measurement) -> tuple[int, int]:
+    return -row.peak_bytes, row.recompute_flops

@@ -1,0 +1,210 @@
+"""Pictures as files: matplotlib, from the extra `plot`."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxckpt.devices import Device
+from jaxckpt.errors import JaxckptError
+from jaxckpt.report.compare import on_pareto_front
+from jaxckpt.report.tables import rule_text
+
+SUFFIXES = (".pdf", ".png", ".svg")
+_SIZE = (9.0, 6.0)  # inches
+_DOTS_PER_INCH = 150
+_LONGEST_LABEL = 48  # characters
+
+_NEAR = 7.0  # points between a marker and its label, at the least
+
+Point = tuple[float, float]
+
+# Where a label may stand beside its point: the nearest places first.
+_OFFSETS: tuple[Point, ...] = tuple(
+    (round(far * across, 1), round(far * up, 1))
+    for far in (_NEAR, 2 * _NEAR, 4 * _NEAR, 7 * _NEAR, 11 * _NEAR, 16 * _NEAR)
+    for across, up in (
+        *((1, 0), (-1, 0), (0.7, 0.7), (-0.7, -0.7)),
+        *((0.7, -0.7), (-0.7, 0.7), (0, 1), (0, -1)),
+    )
+)
+
+
+def check_plot(path: Path) -> None:
+    """Raise unless a picture can be written there: before any work is done.
+
+    Raises:
+        JaxckptError: The suffix is unknown, the folder missing, or matplotlib absent.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise JaxckptError(
+            f"`--plot {path}`: `{path.suffix}` is not a kind of picture. Use "
+            f"{', '.join(f'`{s}`' for s in SUFFIXES)}."
+        )
+    if not path.parent.is_dir():
+        raise JaxckptError(f"`--plot {path}`: there is no folder `{path.parent}`.")
+    if path.is_dir():
+        raise JaxckptError(f"`--plot {path}` is a folder. Name a file.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise JaxckptError(
+            "`--plot` needs matplotlib, which is not installed. Install the extra "
+            "`plot`: `pip install 'jaxckpt[plot]'`."
+        )
+
+
+def plot_comparison(
+    rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, device: Device
+) -> None:
+    """Write a picture of what policies cost: peak memory against what runs again.
+
+    Rules that need the same share a marker. The line is the Pareto front: no rule below
+    or to the left of it is known.
+
+    Args:
+        rows: Objects as `jaxckpt measure --json` prints them.
+        path: Where to write it; the suffix says the kind (`SUFFIXES`).
+        title: What was measured.
+        device: What it was compiled for.
+    """
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    points = _points(rows)
+    best = zip(rows, on_pareto_front(rows), strict=True)
+    front = sorted({_point(row) for row, good in best if good})
+    _draw_points(axes, list(points), front)
+    _draw_memory(axes, device, [x for x, _ in points])
+    axes.set_title(f"{title} on {device.name}")
+    axes.set_xlabel("peak memory of the training step, GiB")
+    axes.set_ylabel("products that run again, % of the forward pass")
+    axes.grid(alpha=0.25)
+    axes.margins(0.12)
+    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    figure.canvas.draw()
+    _draw_labels(axes, points, front)
+    figure.savefig(path)
+
+
+def _points(rows: Sequence[Mapping[str, Any]]) -> dict[Point, list[str]]:
+    """Group the rules by the point that they share."""
+    points: dict[Point, list[str]] = {}
+    for row in rows:
+        points.setdefault(_point(row), []).append(_shortened(rule_text(row)))
+    return points
+
+
+def _point(row: Mapping[str, Any]) -> Point:
+    forward = row["forward_flops"]
+    share = 100 * row["recompute_flops"] / forward if forward else 0.0
+    return row["peak_bytes"] / 2**30, share
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..."
+
+
+def _draw_points(axes: Any, points: Sequence[Point], front: Sequence[Point]) -> None:
+    others = [point for point in points if point not in front]
+    axes.plot(
+        *zip(*front, strict=True), "o-", color="C0", label="Pareto front", zorder=3
+    )
+    if others:
+        axes.plot(*zip(*others, strict=True), "o", color="0.55", label="others", zorder=3)
+
+
+def _draw_memory(axes: Any, device: Device, peaks: Sequence[float]) -> None:
+    """Draw the chip's memory where it does not squeeze the rest of the picture."""
+    if device.memory_bytes is None:
+        return
+    memory = device.memory_bytes / 2**30
+    if min(peaks) <= memory <= 1.25 * max(peaks):
+        label = f"memory of {device.name}, {memory:.1f} GiB"
+        axes.axvline(memory, color="C3", linestyle="--", linewidth=1, label=label)
+
+
+def _draw_labels(
+    axes: Any, points: Mapping[Point, Sequence[str]], front: Sequence[Point]
+) -> None:
+    """Put a label to each point, near it and clear of all else where there is room."""
+    renderer = axes.figure.canvas.get_renderer()
+    taken = [_box(*axes.transData.transform(point), 6) for point in points]
+    taken += [_box(*axes.transData.transform(p), 2) for p in _along(front)]
+    taken += [axes.get_legend().get_window_extent(renderer)]
+    frame = axes.get_window_extent(renderer)
+    for point, names in points.items():
+        text = "\n".join(names)
+        costs = []
+        for offset in _OFFSETS:
+            label = _annotate(axes, text, point, offset)
+            costs.append(_overlap(_extent(label, renderer), taken, frame))
+            label.remove()
+        label = _annotate(axes, text, point, _OFFSETS[costs.index(min(costs))])
+        taken.append(_extent(label, renderer))
+
+
+def _annotate(axes: Any, text: str, point: Point, offset: Point) -> Any:
+    """Put a label beside its point; where it is not close, a thin line leads there."""
+    across, up = offset
+    line = {
+        "arrowstyle": "-",
+        "color": "0.6",
+        "linewidth": 0.5,
+        "relpos": (0.5 - _sign(across) / 2, 0.5 - _sign(up) / 2),
+        "shrinkA": 0,
+    }
+    return axes.annotate(
+        text,
+        point,
+        xytext=offset,
+        textcoords="offset points",
+        fontsize=7,
+        ha=("right", "center", "left")[1 + _sign(across)],
+        va=("top", "center", "bottom")[1 + _sign(up)],
+        arrowprops=line if math.hypot(across, up) > 1.5 * _NEAR else None,
+        zorder=4,
+    )
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
+def _extent(label: Any, renderer: Any) -> Any:
+    """Return the box of a label's text, without the line that leads to it."""
+    from matplotlib.text import Text
+
+    label.update_positions(renderer)
+    return Text.get_window_extent(label, renderer)
+
+
+def _along(front: Sequence[Point]) -> Iterator[Point]:
+    """Yield points along the line through the front."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(front):
+        for i in range(1, 40):
+            yield x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40
+
+
+def _box(x: float, y: float, half: float) -> Any:
+    from matplotlib.transforms import Bbox
+
+    return Bbox.from_extents(x - half, y - half, x + half, y + half)
+
+
+def _overlap(box: Any, taken: Sequence[Any], frame: Any) -> float:
+    """Return how many square pixels of a box lie on others or outside the frame."""
+    outside = box.width * box.height - _common(box, frame)
+    return 4 * outside + sum(_common(box, other) for other in taken)
+
+
+def _common(one: Any, other: Any) -> float:
+    across = min(one.x1, other.x1) - max(one.x0, other.x0)
+    up = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return max(0.0, across) * max(0.0, up)
