@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt.errors import ScheduleError, WorkloadError
+from jaxckpt.errors import WorkloadError
 from jaxckpt.layers_body import Flat, TracedBody, trace_body
 from jaxckpt.layers_explicit import run_explicit
 from jaxckpt.layers_plain import Plain
@@ -34,7 +34,9 @@ def run_layers(
     leaves = jax.tree.leaves(stacked)
     form = form or ("explicit" if scan else "unrolled")
     if form == "explicit":
-        after, outputs = run_explicit(traced.program, nodes, traced.consts, traced.carry, leaves)
+        after, outputs = run_explicit(
+            traced.program, nodes, traced.consts, traced.carry, leaves
+        )
     else:
         run = Plain(traced.program, scan=form == "scan")
         after, outputs = run(nodes, traced.consts, traced.carry, leaves)

@@ -157,7 +157,9 @@ class Engine:
         carry, (outputs, kept) = lax.scan(body, carry, jnp.arange(times))
         if input_only:
             last = self._kept_input(run.part, carry)
-            kept = jax.tree.map(lambda xs, x: jnp.concatenate([xs, x[None]]), kept, last)
+            kept = jax.tree.map(
+                lambda xs, x: jnp.concatenate([xs, x[None]]), kept, last
+            )
         return carry, flattened(outputs), kept
 
     def _forward_part(
@@ -265,11 +267,20 @@ class Engine:
             index, kept, d_outputs = xs
             first = start + index * run.part_layers
             d_carry, d_consts, d_layers = self._backward_part(
-                run.part, given, first, kept, *state[:1], d_outputs, *state[1:], alone=False
+                run.part,
+                given,
+                first,
+                kept,
+                *state[:1],
+                d_outputs,
+                *state[1:],
+                alone=False,
             )
             return (d_carry, d_consts), d_layers
 
-        d_outputs = [None if x is None else by_part([x], run.times)[0] for x in d_outputs]
+        d_outputs = [
+            None if x is None else by_part([x], run.times)[0] for x in d_outputs
+        ]
         xs = (jnp.arange(run.times), kept, d_outputs)
         (d_carry, d_consts), d_layers = lax.scan(
             body, (d_carry, d_consts), xs, reverse=True
@@ -327,7 +338,8 @@ class Engine:
         gradients = tape.backward(given.consts, layer, kept, cotangents)
         consts, carry = sum(self.wrt.consts), sum(self.wrt.carry)
         d_consts = [
-            _jax.add_any(x, y) for x, y in zip(d_consts, gradients[:consts], strict=True)
+            _jax.add_any(x, y)
+            for x, y in zip(d_consts, gradients[:consts], strict=True)
         ]
         d_layer = gradients[consts + carry :]
         if tape.layers is None:

@@ -7,7 +7,7 @@ A run of equal parts is one `lax.scan` over their parameters, a segment one
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax

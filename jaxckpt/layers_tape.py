@@ -138,7 +138,7 @@ class Tape:
                 self._sources.append(_Source("constant", len(self._constants) - 1))
                 continue
             if atom not in known:
-                position = inputs.get(atom, None)
+                position = inputs.get(atom)
                 if position is not None and position < self._consts:
                     known[atom] = _Source("const", position)
                 elif position is not None and position >= first_layer:
@@ -160,7 +160,9 @@ class Tape:
         count = self._traced.num_results
         total = len(_jax.open_jaxpr(self._traced.closed).outvars)
         chosen = {count + i for i in self._invariant}
-        closed = _jax.select_outputs(self._traced.closed, [i in chosen for i in range(total)])
+        closed = _jax.select_outputs(
+            self._traced.closed, [i in chosen for i in range(total)]
+        )
         inputs = _jax.open_jaxpr(closed).invars[self._consts :]
         unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in inputs]
         return _jax.jaxpr_function(closed)(*consts, *unread)
@@ -174,7 +176,10 @@ class _Traced:
 
 
 def _trace(
-    fn: LayerFunction, inputs: Sequence[Any], split: tuple[int, int], wrt: Sequence[bool]
+    fn: LayerFunction,
+    inputs: Sequence[Any],
+    split: tuple[int, int],
+    wrt: Sequence[bool],
 ) -> _Traced:
     """Trace `inputs -> results, residuals` of a function of flat lists."""
     consts, carry = split
@@ -186,7 +191,9 @@ def _trace(
             for value, wanted in zip(values, wrt, strict=True):
                 filled.append(next(rest) if wanted else value)
             after, outputs = fn(
-                filled[:consts], filled[consts : consts + carry], filled[consts + carry :]
+                filled[:consts],
+                filled[consts : consts + carry],
+                filled[consts + carry :],
             )
             results = [*after, *outputs]
             return [x for x in results if is_inexact(x)], results
