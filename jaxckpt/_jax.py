@@ -190,6 +190,14 @@ def with_forward_rule(eqn: Any, change: Callable[[Any], Any]) -> Any:
     return eqn.replace(params=dict(eqn.params, fwd_jaxpr_thunk=thunk))
 
 
+def called_function(eqn: Any) -> str | None:
+    """Return the name of the function that a `custom_vjp` call runs, else None."""
+    if eqn.primitive.name != "custom_vjp_call":
+        return None
+    info = getattr(open_jaxpr(eqn.params["call_jaxpr"]), "debug_info", None)
+    return info.func_src_info.split(" ")[0] if info else None
+
+
 def source_line(eqn: Any) -> str:
     """Return `file:line (function)` of the user's code that made an equation."""
     return _source_info_util.summarize(eqn.source_info)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxckpt.remat import remat_jaxpr
 
 PyTree = Any
 Flat = list[Any]
-LayerFunction = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]
+LayerFunction = Callable[[Flat, Flat, Flat], Any]
 """`(consts, carry, layer) -> (carry, outputs)`, flat lists."""
 
 CARRY_NAME = "decoder_layer_input"

@@ -156,10 +156,7 @@ class Engine:
             return self._forward_part(run.part, given, start, carry, alone=alone)
         carry, (outputs, kept) = lax.scan(body, carry, jnp.arange(times))
         if input_only:
-            last = self._kept_input(run.part, carry)
-            kept = jax.tree.map(
-                lambda xs, x: jnp.concatenate([xs, x[None]]), kept, last
-            )
+            kept = _appended(kept, self._kept_input(run.part, carry))
         return carry, flattened(outputs), kept
 
     def _forward_part(
@@ -173,7 +170,7 @@ class Engine:
     ) -> tuple[Flat, Flat, Kept]:
         if isinstance(part, tuple):
             return self._forward_runs(part, given, start, carry, alone=alone)
-        if _is_plain_segment(part):
+        if isinstance(part, Segment) and isinstance(part.policy, Nothing):
             after, outputs = self._advance(part.layers, given, start, carry)
             return after, outputs, carry
         tape = self.tape(part, alone)
@@ -263,24 +260,15 @@ class Engine:
                 run.part, given, start, kept, d_carry, d_outputs, d_consts, alone=alone
             )
 
-        def body(state: Any, xs: Any) -> Any:
-            index, kept, d_outputs = xs
+        def body(state: tuple[Flat, Flat], xs: Any) -> tuple[tuple[Flat, Flat], Flat]:
+            (d_carry, d_consts), (index, kept, d_outputs) = state, xs
             first = start + index * run.part_layers
             d_carry, d_consts, d_layers = self._backward_part(
-                run.part,
-                given,
-                first,
-                kept,
-                *state[:1],
-                d_outputs,
-                *state[1:],
-                alone=False,
+                run.part, given, first, kept, d_carry, d_outputs, d_consts, alone=False
             )
             return (d_carry, d_consts), d_layers
 
-        d_outputs = [
-            None if x is None else by_part([x], run.times)[0] for x in d_outputs
-        ]
+        d_outputs = jax.tree.map(lambda x: by_part([x], run.times)[0], d_outputs)
         xs = (jnp.arange(run.times), kept, d_outputs)
         (d_carry, d_consts), d_layers = lax.scan(
             body, (d_carry, d_consts), xs, reverse=True
@@ -309,7 +297,7 @@ class Engine:
             start, kept, d_carry = lax.optimization_barrier(
                 (jnp.asarray(start, jnp.int32), kept, d_carry)
             )
-        if _is_plain_segment(part):
+        if isinstance(part, Segment) and isinstance(part.policy, Nothing):
             runs = find_runs(part.children)
             _, _, inner = self._forward_runs(
                 runs, given, start, kept, alone=True, again=True
@@ -337,17 +325,14 @@ class Engine:
         cotangents = [*_spread(d_carry, self.wrt.carry), *d_outputs]
         gradients = tape.backward(given.consts, layer, kept, cotangents)
         consts, carry = sum(self.wrt.consts), sum(self.wrt.carry)
-        d_consts = [
-            _jax.add_any(x, y)
-            for x, y in zip(d_consts, gradients[:consts], strict=True)
-        ]
+        d_consts = list(map(_jax.add_any, d_consts, gradients[:consts]))
         d_layer = gradients[consts + carry :]
         if tape.layers is None:
             d_layer = [x[None] for x in d_layer]
         return gradients[consts : consts + carry], d_consts, d_layer
 
     def _tape(self, part: Keep | Remat | Segment, alone: bool) -> Tape:
-        """Trace one layer, or a segment whose policy keeps values, for its residuals."""
+        """Trace one layer, or a segment whose policy keeps values."""
         if isinstance(part, Segment):
             fn = Plain(self.program, scan=True).segment(part, not alone)
             return Tape.of_segment(self.program, fn, self.wrt.flat, part.layers)
@@ -356,12 +341,13 @@ class Engine:
         return Tape.of_layer(self.program, fn, self.wrt.flat)
 
 
-def _is_plain_segment(part: Any) -> bool:
-    return isinstance(part, Segment) and isinstance(part.policy, Nothing)
-
-
 def _keeps_input_only(part: Any) -> bool:
     return not isinstance(part, tuple) and keeps_input_only(part)
+
+
+def _appended(kept: Kept, last: Kept) -> Kept:
+    """Return what is kept of a run with that of one more part behind it."""
+    return jax.tree.map(lambda xs, x: jnp.concatenate([xs, x[None]]), kept, last)
 
 
 def _slices(stacked: Flat, start: Any, layers: int | None) -> Flat:

@@ -18,7 +18,7 @@ from jaxckpt.layers_body import Flat, LayerFunction, LayerProgram
 from jaxckpt.layers_runs import Run, find_runs
 from jaxckpt.policy_algebra import Nothing
 from jaxckpt.remat import remat_jaxpr
-from jaxckpt.schedule_tree import Node, Remat, Segment, keeps_input_only
+from jaxckpt.schedule_tree import Keep, Node, Remat, Segment, keeps_input_only
 
 
 class Plain:
@@ -66,6 +66,10 @@ class Plain:
             single = [Run(run.part, 1)] * run.times
             return self._sequence(single, consts, carry, stacked, looped=False)
 
+        if isinstance(run.part, (Keep, Remat)):
+            single = self._layer(run.part, looped=True)
+            return lax.scan(functools.partial(single, consts), carry, stacked)
+
         def body(carry: Flat, layers: Flat) -> tuple[Flat, Flat]:
             return self._part(run.part, consts, carry, layers, looped=True)
 
@@ -85,12 +89,15 @@ class Plain:
             return self._sequence(part, consts, carry, layers, looped=looped)
         if isinstance(part, Segment):
             return self.segment(part, looped)(consts, carry, layers)
+        layer = self._layer(part, looped=looped)
+        carry, outputs = layer(consts, carry, [x[0] for x in layers])
+        return carry, [x[None] for x in outputs]
+
+    def _layer(self, part: Keep | Remat, *, looped: bool) -> LayerFunction:
         policy = part.policy if isinstance(part, Remat) else None
         # Forward and backward pass of a loop are two loops, which the compiler does not
         # merge; elsewhere it needs a barrier, or no layer would really run again.
-        layer = self.program.under(policy, prevent_cse=not looped)
-        carry, outputs = layer(consts, carry, [x[0] for x in layers])
-        return carry, [x[None] for x in outputs]
+        return self.program.under(policy, prevent_cse=not looped)
 
     def _segment(self, segment: Segment, looped: bool) -> LayerFunction:
         runs = find_runs(segment.children)
@@ -150,4 +157,5 @@ def _cut(stacked: Flat, sizes: Sequence[int]) -> list[Flat]:
     """Cut arrays along their first axis; the gradient is one concatenation."""
     if len(sizes) == 1:
         return [stacked]
-    return [list(xs) for xs in zip(*(lax.split(x, sizes) for x in stacked))]
+    pieces = [lax.split(x, sizes) for x in stacked]
+    return [list(xs) for xs in zip(*pieces, strict=True)]

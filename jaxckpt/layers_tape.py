@@ -1,4 +1,4 @@
-"""The tape of one layer: its forward pass with residuals, and the backward from them."""
+"""The tape of one layer: its forward pass with residuals, and the backward pass."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _trace(
     wrt: Sequence[bool],
 ) -> _Traced:
     """Trace `inputs -> results, residuals` of a function of flat lists."""
-    consts, carry = split
+    first, second = split[0], sum(split)
     found: list[Any] = []
 
     def forward(*values: Any) -> Flat:
@@ -190,11 +190,7 @@ def _trace(
             filled, rest = [], iter(chosen)
             for value, wanted in zip(values, wrt, strict=True):
                 filled.append(next(rest) if wanted else value)
-            after, outputs = fn(
-                filled[:consts],
-                filled[consts : consts + carry],
-                filled[consts + carry :],
-            )
+            after, outputs = fn(filled[:first], filled[first:second], filled[second:])
             results = [*after, *outputs]
             return [x for x in results if is_inexact(x)], results
 

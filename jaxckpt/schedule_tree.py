@@ -189,8 +189,10 @@ def unread_layers(children: Sequence[Node]) -> int:
     an input, that input is all that the run has to reach.
 
     Example:
-        >>> unread_layers([Segment(Keep(2)), Segment(Keep(3))]), unread_layers([Keep(3)])
-        (3, 0)
+        >>> unread_layers([Segment(Keep(2)), Segment(Keep(3))])
+        3
+        >>> unread_layers([Keep(3)])
+        0
     """
     last = children[-1]
     if not keeps_input_only(last):

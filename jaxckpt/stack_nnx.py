@@ -27,7 +27,7 @@ class NNXStack(nnx.Module):
 
     def __init__(
         self,
-        block: Callable[..., nnx.Module],
+        block: Callable[..., Any],
         *,
         num_layers: int,
         schedule: Schedule,
@@ -43,7 +43,7 @@ class NNXStack(nnx.Module):
 
         @nnx.split_rngs(splits=num_layers)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: partition_name})
-        def make(rngs: nnx.Rngs) -> nnx.Module:
+        def make(rngs: nnx.Rngs) -> Any:
             return block(rngs=rngs)
 
         self.layers = make(rngs)

@@ -9,8 +9,8 @@ A policy chooses among the values that a layer names, in the order of the comput
     decoder_layer_input -> query_proj, key_proj, value_proj -> context (and context_lse
     under chunked attention) -> out_proj -> mlpwi -> mlpwo
 
-The layers are one scan over stacked parameters, with the remat inside its body;
-`scan=False` unrolls them. Workloads stand at the end: `tiny`, `gpt2`, `gpt2_medium`,
+The layers are one `jaxckpt.Stack` under a schedule, over stacked parameters; scanned,
+or unrolled by `scan=False`. Workloads stand at the end: `tiny`, `gpt2`, `gpt2_medium`,
 `gpt2_large` and `gpt2_xl`.
 """
 
@@ -30,8 +30,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxckpt.errors import WorkloadError, did_you_mean
-from jaxckpt.policy import Policy, parse_policy
-from jaxckpt.remat import remat
+from jaxckpt.policy import Policy
+from jaxckpt.schedule import Schedule, combine, none
+from jaxckpt.stack import Stack
 from jaxckpt.training import adamw, byte_batches
 from jaxckpt.workload import Workload
 from models.attention import IMPLEMENTATIONS, attention
@@ -58,8 +59,8 @@ class GPTConfig:
         dtype: What the layers compute in; parameters are float32.
         attention: One of `models.attention.IMPLEMENTATIONS`.
         loss_chunks: 0, or in how many parts the loss cuts the sequence.
-        scan: One scan over stacked parameters, or layers one by one.
-        policy: Decisions for the values of a layer; None keeps what JAX keeps.
+        scan: Equal layers run in a loop, or all layers one by one.
+        schedule: Which layers are rematerialised, and how.
     """
 
     num_layers: int = 12
@@ -72,7 +73,7 @@ class GPTConfig:
     attention: str = "flash"
     loss_chunks: int = 0
     scan: bool = True
-    policy: Policy | None = None
+    schedule: Schedule = dataclasses.field(default_factory=none)
 
     @property
     def head_dim(self) -> int:
@@ -86,14 +87,14 @@ class Block(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x: Hidden, deterministic: bool = True) -> tuple[Hidden, None]:
-        """Return the layer's output, and None as the per-layer output of a scan."""
-        # Named here, at the top: a name on the output of a scan body has no effect.
+    def __call__(self, x: Hidden, deterministic: bool = True) -> Hidden:
+        """Return the layer's output."""
+        # Named here, at the top: a name on what a layer returns has no effect.
         x = checkpoint_name(x, "decoder_layer_input")
         drop = nn.Dropout(self.config.dropout, deterministic=deterministic)
         x = x + drop(self._attention(self._norm("attention_norm")(x)))
         x = x + drop(self._mlp(self._norm("mlp_norm")(x)))
-        return x, None
+        return x
 
     def _attention(self, x: Hidden) -> Hidden:
         config = self.config
@@ -145,26 +146,14 @@ class GPT(nn.Module):
 
     def _layers(self, x: Hidden, deterministic: bool) -> Hidden:
         config = self.config
-        block = remat(
-            Block,
-            policy=config.policy,
-            static_argnames=("deterministic",),
-            # A rolled scan keeps forward and backward apart by itself; unrolled layers
-            # need the barrier, or the compiler merges the recomputation away.
-            prevent_cse=not config.scan,
+        layers = Stack(
+            functools.partial(Block, config),
+            config.num_layers,
+            schedule=config.schedule,
+            scan=config.scan,
+            name="layers",
         )
-        if not config.scan:
-            for i in range(config.num_layers):
-                x, _ = block(config, name=f"layer_{i}")(x, deterministic)
-            return x
-        scanned = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
-            length=config.num_layers,
-        )
-        return scanned(config, name="layers")(x, deterministic)[0]
+        return layers(x, deterministic)
 
     def _embed(self, rows: int, name: str) -> nn.Embed:
         return nn.Embed(
@@ -272,6 +261,7 @@ def _workload_function(
         loss_chunks: int = 0,
         dropout: float = 0.0,
         policy: Policy | str | None = None,
+        schedule: Schedule | str | None = None,
         scan: bool = True,
         data_path: str | None = None,
         seed: int = 0,
@@ -286,7 +276,7 @@ def _workload_function(
             attention=attention,
             loss_chunks=loss_chunks,
             dropout=dropout,
-            policy=parse_policy(policy) if isinstance(policy, str) else policy,
+            schedule=combine(policy, schedule),
             scan=scan,
         )
         _check(config, batch=batch, seq=seq)
@@ -317,8 +307,10 @@ def _workload_function(
         attention: One of {", ".join(IMPLEMENTATIONS)}.
         loss_chunks: 0, or a divisor of `seq`: in how many parts the loss is computed.
         dropout: Rate; 0 for none.
-        policy: Decisions for the values of a layer, or their text form; None for none.
-        scan: One scan over the layers, or layers one by one.
+        policy: What stays of each layer, or its text form; None for no remat. Beside a
+            schedule it fills the layers that this leaves open.
+        schedule: Which layers are rematerialised, or its text form.
+        scan: Equal layers run in a loop, or all layers one by one.
         data_path: A file or folder of text; None for Python's own library.
         seed: Of the order of the training data.
         learning_rate: Its peak, reached after the warm-up.

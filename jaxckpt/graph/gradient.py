@@ -14,6 +14,8 @@ from jaxckpt import _jax
 
 PyTree = Any
 
+STACK_FUNCTION = "jaxckpt_layers"
+
 
 @dataclass(frozen=True)
 class Linearized:
@@ -132,8 +134,8 @@ def _inlined(jaxpr: Any) -> Any:
 
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[current(v) for v in eqn.invars])
-        parameters = _jax.remat_parameters(eqn)
-        if parameters is None:
+        called = _rematerialised(eqn)
+        if called is None:
             inner = {
                 key: _jax.with_jaxpr(value, _inlined(_jax.open_jaxpr(value)))
                 for key, value in _jax.inner_jaxprs(eqn).items()
@@ -141,10 +143,26 @@ def _inlined(jaxpr: Any) -> Any:
             }
             equations.append(_jax.replace_inner(eqn, inner))
             continue
-        body = _fresh(_inlined(_jax.open_jaxpr(parameters["jaxpr"])), eqn.invars)
+        body = _fresh(_inlined(_jax.open_jaxpr(called)), eqn.invars)
         equations += body[0]
         renamed.update(zip(eqn.outvars, body[1], strict=True))
     return jaxpr.replace(eqns=equations, outvars=[current(v) for v in jaxpr.outvars])
+
+
+def _rematerialised(eqn: Any) -> Any | None:
+    """Return what a `jax.checkpoint` runs, or a stack with rules of its own."""
+    parameters = _jax.remat_parameters(eqn)
+    if parameters is not None:
+        return parameters["jaxpr"]
+    return eqn.params["call_jaxpr"] if is_stack(eqn) else None
+
+
+def is_stack(eqn: Any) -> bool:
+    """Return whether an equation is a stack of layers in the explicit form.
+
+    Its primal function is the same stack as scans and checkpoints.
+    """
+    return _jax.called_function(eqn) == STACK_FUNCTION
 
 
 def _fresh(jaxpr: Any, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:

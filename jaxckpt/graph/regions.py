@@ -11,7 +11,7 @@ import jax
 
 from jaxckpt import _jax
 from jaxckpt.graph.flops import matmul_flops
-from jaxckpt.graph.gradient import Differentiable, struct_of
+from jaxckpt.graph.gradient import Differentiable, is_stack, struct_of
 from jaxckpt.graph.reads import find_reads, find_recomputed
 from jaxckpt.graph.residuals import Residual, find_residuals
 from jaxckpt.graph.structure import structure_key
@@ -27,12 +27,15 @@ class Region:
         policy: JAX's policy callable; None keeps nothing.
         times: How often it runs (lengths of the scans around it).
         calls: How many calls of the same body stand in the program, one after another.
+        over_inputs: Whether it is given inputs of the program as they are, and not in
+            parts: a whole stack of parameters.
     """
 
     body: Any
     policy: Callable[..., Any] | None
     times: int
     calls: int = 1
+    over_inputs: bool = False
 
     @cached_property
     def _values(self) -> Values:
@@ -77,20 +80,20 @@ class Region:
         )
 
     @property
-    def holds_layer_scan(self) -> bool:
-        """Whether a scan with products, over its own inputs, stands inside it."""
-        return any(layer_scans(self.body))
+    def holds_whole_stack(self) -> bool:
+        """Whether a scan with products, over a whole stack, stands inside it."""
+        return self.over_inputs and any(layer_scans(self.body))
 
 
 def find_regions(closed: Any) -> tuple[Region, ...]:
     """Return the rematerialised regions, outermost only, equal ones together."""
     found: dict[Any, Region] = {}
-    for parameters, times in _remat_calls(closed, 1):
+    for parameters, times, over_inputs in _remat_calls(closed, 1):
         body = _jax.close_jaxpr(parameters["jaxpr"])
         key = (structure_key(body), parameters["policy"], times)
         known = found.get(key)
         calls = known.calls + 1 if known else 1
-        found[key] = Region(body, parameters["policy"], times, calls)
+        found[key] = Region(body, parameters["policy"], times, calls, over_inputs)
     return tuple(found.values())
 
 
@@ -104,16 +107,19 @@ def layer_scans(closed: Any) -> Iterator[int]:
             over_inputs = any(v in inputs for v in scanned if not _is_literal(v))
             if over_inputs and matmul_flops(eqn.params["jaxpr"]):
                 yield eqn.params["length"]
-        elif eqn.primitive.name != "custom_vjp_call":
+        elif eqn.primitive.name != "custom_vjp_call" or is_stack(eqn):
             for inner in _jax.inner_jaxprs(eqn).values():
                 yield from layer_scans(inner)
 
 
-def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int]]:
-    for eqn in _jax.open_jaxpr(closed).eqns:
+def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int, bool]]:
+    jaxpr = _jax.open_jaxpr(closed)
+    inputs = set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
         parameters = _jax.remat_parameters(eqn)
         if parameters is not None:
-            yield parameters, times
+            given = any(v in inputs for v in eqn.invars if not _is_literal(v))
+            yield parameters, times, given and times == 1
             continue
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _jax.inner_jaxprs(eqn).values():
