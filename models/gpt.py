@@ -16,29 +16,22 @@ or unrolled by `scan=False`. Workloads stand at the end: `tiny`, `gpt2`, `gpt2_m
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxckpt.errors import WorkloadError, did_you_mean
-from jaxckpt.policy import Policy
-from jaxckpt.schedule import Schedule, combine, none
+from jaxckpt.schedule import Schedule
 from jaxckpt.stack import Stack
-from jaxckpt.training import adamw, byte_batches
-from jaxckpt.workload import Workload
-from models.attention import IMPLEMENTATIONS, attention
-from models.losses import check_chunks, cross_entropy
-
-DTYPES = ("bfloat16", "float16", "float32")
+from models.attention import attention
+from models.language import workload_function
+from models.losses import cross_entropy
 
 Hidden = Float[Array, "batch seq width"]
 
@@ -60,7 +53,7 @@ class GPTConfig:
         attention: One of `models.attention.IMPLEMENTATIONS`.
         loss_chunks: 0, or in how many parts the loss cuts the sequence.
         scan: Equal layers run in a loop, or all layers one by one.
-        schedule: Which layers are rematerialised, and how.
+        schedule: Which layers are rematerialised, and how; None for no remat.
     """
 
     num_layers: int = 12
@@ -73,7 +66,7 @@ class GPTConfig:
     attention: str = "flash"
     loss_chunks: int = 0
     scan: bool = True
-    schedule: Schedule = dataclasses.field(default_factory=none)
+    schedule: Schedule | None = None
 
     @property
     def head_dim(self) -> int:
@@ -93,8 +86,7 @@ class Block(nn.Module):
         x = checkpoint_name(x, "decoder_layer_input")
         drop = nn.Dropout(self.config.dropout, deterministic=deterministic)
         x = x + drop(self._attention(self._norm("attention_norm")(x)))
-        x = x + drop(self._mlp(self._norm("mlp_norm")(x)))
-        return x
+        return x + drop(self._mlp(self._norm("mlp_norm")(x)))
 
     def _attention(self, x: Hidden) -> Hidden:
         config = self.config
@@ -218,132 +210,40 @@ def init_params(config: GPTConfig, rng: Array) -> Any:
     return GPT(config).init(rng, tokens)["params"]
 
 
-def _check(config: GPTConfig, *, batch: int, seq: int) -> None:
-    """Raise `WorkloadError` for settings that make no model, before anything traces."""
-    for name, value in (("batch", batch), ("seq", seq), ("layers", config.num_layers)):
-        if value < 1:
-            name = "num_layers" if name == "layers" else name
-            raise WorkloadError(f"`{name}={value}` must be at least 1.")
-        if value >= 2**31:
-            raise WorkloadError(f"`{name}={value}` must be below 2**31.")
-    if seq > config.positions:
-        raise WorkloadError(
-            f"`seq={seq}` is longer than the {config.positions} positions that the "
-            "model has an embedding for. Use at most that many."
-        )
-    for name, value, valid in (
-        ("dtype", config.dtype, DTYPES),
-        ("attention", config.attention, IMPLEMENTATIONS),
-    ):
-        if value not in valid:
-            hint = did_you_mean(value, valid)
-            raise WorkloadError(f"`{name}={value}` is not known. {hint}")
-    if not 0 <= config.dropout < 1:
-        raise WorkloadError(
-            f"`dropout={config.dropout}` is not a rate. Use 0 (none) up to below 1."
-        )
-    check_chunks(config.loss_chunks, seq)
+_workload = functools.partial(
+    workload_function, make_loss=make_loss, init_params=init_params
+)
 
-
-def _workload_function(
-    name: str, sizes: GPTConfig, *, batch: int, seq: int, learning_rate: float
-) -> Callable[..., Workload]:
-    """Return the workload function of one size; what is given are its defaults."""
-    num_layers = sizes.num_layers
-
-    def workload(
-        *,
-        batch: int = batch,
-        seq: int = seq,
-        num_layers: int = num_layers,
-        dtype: str = "bfloat16",
-        attention: str = "flash",
-        loss_chunks: int = 0,
-        dropout: float = 0.0,
-        policy: Policy | str | None = None,
-        schedule: Schedule | str | None = None,
-        scan: bool = True,
-        data_path: str | None = None,
-        seed: int = 0,
-        learning_rate: float = learning_rate,
-        warmup_steps: int = 20,
-        decay_steps: int = 2000,
-    ) -> Workload:
-        config = dataclasses.replace(
-            sizes,
-            num_layers=num_layers,
-            dtype=dtype,
-            attention=attention,
-            loss_chunks=loss_chunks,
-            dropout=dropout,
-            schedule=combine(policy, schedule),
-            scan=scan,
-        )
-        _check(config, batch=batch, seq=seq)
-        init = functools.partial(init_params, config)
-        return Workload(
-            name=name,
-            loss_fn=make_loss(config),
-            params=jax.eval_shape(init, jax.random.key(0)),
-            batch={"tokens": jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)},
-            optimizer=adamw(
-                learning_rate, warmup_steps=warmup_steps, decay_steps=decay_steps
-            ),
-            init=init,
-            data=functools.partial(
-                byte_batches, path=data_path, batch=batch, length=seq + 1, seed=seed
-            ),
-            layers=num_layers,
-        )
-
-    workload.__name__ = workload.__qualname__ = name
-    workload.__doc__ = f"""Train {name} ({sizes.width} wide) on the bytes of text files.
-
-    Args:
-        batch: Sequences a step.
-        seq: Tokens of a sequence that predict the next one; at most {sizes.positions}.
-        num_layers: Depth.
-        dtype: What the layers compute in: {", ".join(DTYPES)}.
-        attention: One of {", ".join(IMPLEMENTATIONS)}.
-        loss_chunks: 0, or a divisor of `seq`: in how many parts the loss is computed.
-        dropout: Rate; 0 for none.
-        policy: What stays of each layer, or its text form; None for no remat. Beside a
-            schedule it fills the layers that this leaves open.
-        schedule: Which layers are rematerialised, or its text form.
-        scan: Equal layers run in a loop, or all layers one by one.
-        data_path: A file or folder of text; None for Python's own library.
-        seed: Of the order of the training data.
-        learning_rate: Its peak, reached after the warm-up.
-        warmup_steps: Steps of linear warm-up.
-        decay_steps: Step at which the cosine has decayed to a tenth of the peak.
-    """
-    return workload
-
-
-tiny = _workload_function(
+tiny = _workload(
     "tiny",
+    "a GPT of 4 layers of width 128",
     GPTConfig(num_layers=4, width=128, num_heads=4, vocab_size=256),
     batch=16,
     seq=128,
     learning_rate=3e-3,
 )
-gpt2 = _workload_function("gpt2", GPTConfig(), batch=8, seq=1024, learning_rate=6e-4)
-gpt2_medium = _workload_function(
+gpt2 = _workload(
+    "gpt2", "GPT-2 (124M)", GPTConfig(), batch=8, seq=1024, learning_rate=6e-4
+)
+gpt2_medium = _workload(
     "gpt2_medium",
+    "GPT-2 medium (355M)",
     GPTConfig(num_layers=24, width=1024, num_heads=16),
     batch=8,
     seq=1024,
     learning_rate=3e-4,
 )
-gpt2_large = _workload_function(
+gpt2_large = _workload(
     "gpt2_large",
+    "GPT-2 large (774M)",
     GPTConfig(num_layers=36, width=1280, num_heads=20),
     batch=8,
     seq=1024,
     learning_rate=2.5e-4,
 )
-gpt2_xl = _workload_function(
+gpt2_xl = _workload(
     "gpt2_xl",
+    "GPT-2 XL (1.6B)",
     GPTConfig(num_layers=48, width=1600, num_heads=25),
     batch=4,
     seq=1024,

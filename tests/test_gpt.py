@@ -96,16 +96,12 @@ def test_parameters_are_float32_and_layers_compute_in_bfloat16():
 
 def test_unrolled_layers_equal_scanned_ones():
     scanned, unrolled = (gpt.tiny(**SMALL, scan=scan) for scan in (True, False))
-    stacked = _params()
-    layers = stacked["layers"]
-    flat = {name: value for name, value in stacked.items() if name != "layers"}
-    for i in range(2):
-        flat[f"layer_{i}"] = jax.tree.map(lambda x, i=i: x[i], layers)
-    chex.assert_trees_all_equal_shapes(flat, unrolled.params)
+    params = _params()
+    chex.assert_trees_all_equal_shapes(params, unrolled.params)
     batch = _batch(scanned)
     chex.assert_trees_all_close(
-        _jit(scanned.loss_fn)(stacked, batch),
-        _jit(unrolled.loss_fn)(flat, batch),
+        _jit(scanned.loss_fn)(params, batch),
+        _jit(unrolled.loss_fn)(params, batch),
         rtol=1e-6,
     )
 
