@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import ad_util as _ad_util
 from jax._src import config as _config
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source_info_util
@@ -304,6 +305,26 @@ def select_outputs(closed: Any, wanted: Sequence[bool]) -> Any:
     """Return a closed jaxpr with some of its outputs only; its inputs stay."""
     live, _ = _pe.dce_jaxpr(open_jaxpr(closed), list(wanted), instantiate=True)
     return with_jaxpr(closed, live)
+
+
+def abstract_array(aval: Any, leading: int | None = None) -> jax.ShapeDtypeStruct:
+    """Return an abstract array of a type, or of a stack of them.
+
+    Over which mesh axes it differs inside `shard_map` is part of the type.
+    """
+    shape = aval.shape if leading is None else (leading, *aval.shape)
+    sharding = getattr(aval, "sharding", None) if leading is None else None
+    return jax.ShapeDtypeStruct(
+        shape,
+        aval.dtype,
+        sharding=sharding,
+        manual_axis_type=getattr(aval, "manual_axis_type", None),
+    )
+
+
+def zeros(aval: Any) -> Any:
+    """Return zeros of a type."""
+    return _ad_util.zeros_like_aval(aval)
 
 
 def add_any(x: Any, y: Any) -> Any:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import os
 import sys
@@ -37,7 +38,6 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Choose what JAX keeps for the backward pass, and see what that really costs.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -59,12 +59,24 @@ DeviceName = Annotated[
     ),
 ]
 PolicyText = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--policy",
         metavar="P",
         help="none, full, dots, dots_no_batch, a recipe such as maxtext:minimal, or an "
-        "expression such as 'save(query_proj, mlp*) | offload(context)'.",
+        "expression such as 'save(query_proj, mlp*) | offload(context)'. Without it "
+        "and a schedule: none.",
+        show_default=False,
+    ),
+]
+ScheduleText = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="S",
+        help="Which layers are rematerialised: every(4), remat_every(2, full), sqrt(), "
+        "nested(4, 2), binomial(3), or a tree such as 'Remat(full, 12), Keep(4)'.",
+        show_default=False,
     ),
 ]
 Settings = Annotated[
@@ -79,6 +91,31 @@ Settings = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else.")
 ]
+
+
+def _show_version(wanted: bool) -> bool:
+    if not wanted:
+        return wanted
+    try:
+        print(f"jaxckpt {importlib.metadata.version('jaxckpt')}")
+    except importlib.metadata.PackageNotFoundError:
+        print("jaxckpt (not installed)")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Choose what JAX keeps for the backward pass, and see what that really costs."""
 
 
 def main() -> None:
@@ -110,19 +147,19 @@ def devices(as_json: Json = False) -> None:
 def explain(
     workload: Workload,
     device: DeviceName = "attached",
-    policy: PolicyText = "none",
+    policy: PolicyText = None,
+    schedule: ScheduleText = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
     """Show what the backward pass keeps, by name and bytes."""
     from jaxckpt.devices import get_device
-    from jaxckpt.policy import parse_policy
     from jaxckpt.report.explain import explain_workload
 
     with _only_json(as_json):
-        rule = parse_policy(policy)
-        load = _loader(workload, settings, policy=rule)
-        explanation = explain_workload(load, policy=rule, device=get_device(device))
+        rules = _rules(policy, schedule)
+        load = _loader(workload, settings, **rules)
+        explanation = explain_workload(load, **rules, device=get_device(device))
     if as_json:
         _print_json(explanation.as_json())
     else:
@@ -133,37 +170,99 @@ def explain(
 def measure(
     workload: Workload,
     device: DeviceName = "attached",
-    policy: PolicyText = "none",
+    policy: PolicyText = None,
+    schedule: ScheduleText = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
     """Compile a training step for a device: its memory and time."""
     from jaxckpt.devices import get_device
-    from jaxckpt.policy import parse_policy
     from jaxckpt.report import measurement_table
     from jaxckpt.xla.measure import measure_workload
 
     with _only_json(as_json):
-        rule = parse_policy(policy)
+        load = _loader(workload, settings, **_rules(policy, schedule))
         measured = measure_workload(
-            _loader(workload, settings, policy=rule),
+            load,
             device=get_device(device),
-            policy=rule,
-            policy_text=policy,
+            policy=_policy_said(policy, schedule),
+            schedule=schedule,
             label=workload,
         ).as_json()
     if as_json:
         _print_json(measured)
     else:
-        print(f"{workload} on {device}, policy {policy}")
+        print(f"{workload} on {device}, {_said(policy, schedule)}")
         _print(measurement_table(measured))
+
+
+@app.command()
+def compare(
+    workload: Workload,
+    device: DeviceName = "attached",
+    policies: Annotated[
+        list[str],
+        typer.Option(
+            metavar="P,P,..",
+            help="Policies, with commas between them; without this and --schedules: "
+            "none, full, dots, dots_no_batch and MaxText's. May be repeated.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    schedules: Annotated[
+        list[str],
+        typer.Option(
+            metavar="S;S;..",
+            help="Schedules, with semicolons between them. May be repeated.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
+    settings: Settings = [],  # noqa: B006
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw peak memory against what runs again: out.png."
+        ),
+    ] = None,
+) -> None:
+    """Measure a training step under several policies and schedules."""
+    from jaxckpt.devices import get_device
+    from jaxckpt.report import comparison_parts
+    from jaxckpt.report.compare import chosen_rules, compare_policies, status
+    from jaxckpt.report.plots import check_plot, plot_comparison
+
+    with _only_json(as_json):
+        rules = chosen_rules(policies, schedules)
+        chip = get_device(device)
+        if plot is not None:
+            check_plot(plot)
+        found = compare_policies(
+            lambda rule: _loader(workload, settings, **rule.parsed())(),
+            rules,
+            chip,
+            label=workload,
+            progress=status(),
+        )
+        document = found.as_json()
+        title = " ".join([workload, *settings])
+        if plot is not None:
+            plot_comparison(document["rows"], plot, title=title, device=chip)
+    for one in found.left_out:
+        print(f"left out: {one.rule.label}: {one.reason}", file=sys.stderr)
+    if as_json:
+        _print_json(document)
+        return
+    for part in comparison_parts(document["rows"], title=title, device=chip):
+        _print(part)
 
 
 @app.command()
 def train(
     workload: Workload,
     steps: Annotated[int, typer.Option(help="Optimizer steps.", show_default=False)],
-    policy: PolicyText = "none",
+    policy: PolicyText = None,
+    schedule: ScheduleText = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
     data: Annotated[
         Path | None, typer.Option(help="A text file or a folder of them to train on.")
@@ -174,27 +273,64 @@ def train(
 ) -> None:
     """Train a workload here and print its losses."""
     from jaxckpt.devices import get_device, use
-    from jaxckpt.policy import parse_policy
     from jaxckpt.report import train_table
     from jaxckpt.training import train as run
     from jaxckpt.xla.measure import trace_loss
 
-    rule = parse_policy(policy)
+    rules = _rules(policy, schedule)
     data_path = None if data is None else str(data)
-    load = _loader(workload, settings, policy=rule, data_path=data_path)
+    load = _loader(workload, settings, **rules, data_path=data_path)
     with use(get_device("attached")) as device:
-        if rule is not None and rule.offloads() and device.platform == "cpu":
-            print("note: offload has no effect on the cpu backend.", file=sys.stderr)
         loaded = load()
+        if device.platform == "cpu" and _offloads(**rules, layers=loaded.layers):
+            print("note: offload has no effect on the cpu backend.", file=sys.stderr)
         flops = trace_loss(loaded).forward_flops
         result = run(loaded, steps=steps, out=out, forward_flops=flops)
-    print(f"{workload}, {steps} steps, policy {policy}")
+    print(f"{workload}, {steps} steps, {_said(policy, schedule)}")
     _print(train_table(result))
 
 
 def _device_row(device: Any, reason: str | None) -> dict[str, Any]:
     answer = {"can_compile": reason is None, "reason": reason}
     return dataclasses.asdict(device) | answer
+
+
+def _rules(policy: str | None, schedule: str | None) -> dict[str, Any]:
+    """Return the keywords of a workload function that the two options mean.
+
+    Raises:
+        PolicyError: The policy cannot be read.
+        ScheduleError: The schedule cannot, or leaves no place for the policy.
+    """
+    from jaxckpt.policy import parse_policy
+    from jaxckpt.schedule import combine, parse_schedule
+
+    rule = None if policy is None else parse_policy(policy)
+    tree = None if schedule is None else parse_schedule(schedule)
+    combine(policy, tree)
+    return {"policy": rule, "schedule": tree}
+
+
+def _offloads(policy: Any, schedule: Any, layers: int | None) -> bool:
+    """Return whether a policy, or one inside a schedule, moves values to the host."""
+    from jaxckpt.schedule_tree import policies_in
+
+    policies = [] if policy is None else [policy]
+    if schedule is not None and layers is not None:
+        policies += policies_in(schedule.nodes(layers))
+    return any(p.offloads() for p in policies)
+
+
+def _policy_said(policy: str | None, schedule: str | None) -> str | None:
+    return "none" if policy is None and schedule is None else policy
+
+
+def _said(policy: str | None, schedule: str | None) -> str:
+    """Return the two options in words."""
+    rule = _policy_said(policy, schedule)
+    parts = [f"policy {rule}"] if rule is not None else []
+    parts += [f"schedule {schedule}"] if schedule is not None else []
+    return ", ".join(parts)
 
 
 def _loader(spec: str, settings: list[str], **extra: Any) -> Callable[[], Any]:

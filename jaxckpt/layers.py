@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 
+from jaxckpt import _jax
 from jaxckpt.errors import ScheduleError, WorkloadError, did_you_mean
 from jaxckpt.layers_body import Flat, TracedBody, trace_body
 from jaxckpt.layers_explicit import run_explicit
@@ -86,7 +87,7 @@ def run_layers(
         ((2, 4), (6,))
     """
     nodes = as_schedule(schedule).nodes(_num_layers(stacked))
-    chosen = _form(form, scan, nodes)
+    chosen = _form(form, scan, nodes, jax.tree.leaves((carry, stacked)))
     traced = trace_body(body, carry, stacked, label)
     given = traced.consts, traced.carry, jax.tree.leaves(stacked)
     if chosen == "explicit":
@@ -96,10 +97,14 @@ def run_layers(
     return traced.carry_tree.unflatten(after), _outputs(traced, outputs, given[-1])
 
 
-def _form(form: str | None, scan: bool, nodes: Sequence[Node]) -> str:
+def _form(
+    form: str | None, scan: bool, nodes: Sequence[Node], inputs: Sequence[Any]
+) -> str:
     if form is None:
+        if not scan:
+            return "unrolled"
         without_remat = all(isinstance(node, Keep) for node in nodes)
-        return ("scan" if without_remat else "explicit") if scan else "unrolled"
+        return "scan" if without_remat or _types_change(inputs) else "explicit"
     if form not in FORMS:
         raise ScheduleError(
             f"`form={form!r}` is not known. {did_you_mean(form, FORMS)}"
@@ -110,6 +115,16 @@ def _form(form: str | None, scan: bool, nodes: Sequence[Node]) -> str:
             "made of loops. Give one of the two."
         )
     return form
+
+
+def _types_change(inputs: Sequence[Any]) -> bool:
+    """Return whether JAX hands a `custom_vjp` other types than it was given.
+
+    Before 0.12 it does so inside `shard_map`, where it makes all inputs vary over the
+    mesh; a layer that was traced before does not take them.
+    """
+    varies = any(_jax.varies_over_mesh(jax.typeof(x)) for x in inputs)
+    return varies and _jax.version() < (0, 12)
 
 
 def _outputs(traced: TracedBody, computed: Flat, stacked: Sequence[Any]) -> PyTree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ class LayerProgram:
             )
 
         def layer(consts: Any, carry: Any, layer: Any) -> tuple[Flat, Flat]:
-            results = flat(*consts, *carry, *layer)
+            results = as_arrays(flat(*consts, *carry, *layer))
             return results[: self.num_carry], results[self.num_carry :]
 
         return layer
@@ -128,6 +128,11 @@ def trace_body(
     return TracedBody(program, consts, leaves, carry_tree, trees[-1], passed_on)
 
 
+def as_arrays(results: Sequence[Any]) -> Flat:
+    """Return results of a jaxpr as arrays: its literals come as numbers."""
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
+
+
 def _first_layer(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], stacked)
 
@@ -189,7 +194,8 @@ def _named_carry(closed: Any, count: int) -> Any:
         ]
         return flat(*carry, *values[count:])
 
-    return jax.make_jaxpr(with_names)(*(_struct(v.aval) for v in jaxpr.invars))
+    inputs = [_jax.abstract_array(v.aval) for v in jaxpr.invars]
+    return jax.make_jaxpr(with_names)(*inputs)
 
 
 def _without_passed_on(
@@ -204,9 +210,3 @@ def _without_passed_on(
     )
     wanted = [True] * count + [p is None for p in passed]
     return _jax.select_outputs(closed, wanted), passed
-
-
-def _struct(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=getattr(aval, "sharding", None)
-    )

@@ -381,7 +381,7 @@ def _is_zero(x: Any) -> bool:
 def _instantiated(cotangents: Sequence[Any]) -> Flat:
     """Return the cotangents of the arrays that have one, zeros filled in."""
     wanted = [x for x in cotangents if is_inexact_type(x)]
-    return [jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x for x in wanted]
+    return [_jax.zeros(x.aval) if _is_zero(x) else x for x in wanted]
 
 
 def is_inexact_type(x: Any) -> bool:

@@ -11,7 +11,11 @@ import jax.numpy as jnp
 
 from jaxckpt import _jax
 from jaxckpt.graph.gradient import is_inexact
-from jaxckpt.layers_body import Flat, LayerFunction, LayerProgram
+from jaxckpt.layers_body import Flat, LayerFunction, LayerProgram, as_arrays
+
+_REORDERED = frozenset(
+    ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims")
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class _Source:
 
     Attributes:
         kind: `"const"` or `"layer"`, an input that is there anyway; `"kept"`;
-            `"invariant"`, worked out from the consts again; or `"constant"`.
+            `"again"`, worked out from those inputs again; or `"constant"`.
         number: Which one.
     """
 
@@ -31,8 +35,9 @@ class _Source:
 class Tape:
     """One layer (or segment), traced with `jax.vjp` for what its backward pass reads.
 
-    Of the residuals, those that are parameters or consts are not kept, nor those that
-    depend on consts alone: they are the same for all layers.
+    Of the residuals, those that are parameters or consts are not kept; nor those that
+    depend on consts alone, which are the same for all layers; nor a parameter in
+    another dtype or order. These take no product to have again.
 
     Attributes:
         layers: None for one layer, whose slices have no layer axis; else how many
@@ -72,22 +77,20 @@ class Tape:
         """Trace a segment, whose layer inputs are stacks."""
         split = program.num_consts, program.num_carry
         shared = sum(split)
-        stacks = [
-            jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
-            for x in program.inputs[shared:]
-        ]
+        stacks = [_jax.abstract_array(x, layers) for x in program.inputs[shared:]]
         return cls(fn, [*program.inputs[:shared], *stacks], split, wrt, layers)
 
     def forward(self, consts: Flat, carry: Flat, layer: Flat) -> tuple[Flat, Flat]:
         """Return the results, and the residuals that have to be kept."""
         run = _jax.jaxpr_function(self._traced.closed)
-        values = run(*consts, *carry, *layer)
+        values = as_arrays(run(*consts, *carry, *layer))
         residuals = values[self._traced.num_results :]
         return values[: self._traced.num_results], [residuals[i] for i in self._kept]
 
     def kept_of_carry(self, carry: Flat) -> Flat:
         """Return what `forward` keeps where that is nothing but the carry."""
-        return [carry[self._carried[i]] for i in self._kept]
+        positions = [self._carried[i] for i in self._kept]
+        return [carry[i] for i in positions if i is not None]
 
     def backward(
         self, consts: Flat, layer: Flat, kept: Flat, cotangents: Sequence[Any]
@@ -101,13 +104,13 @@ class Tape:
             cotangents: Of each result; None for zero.
         """
         sources = {"const": consts, "layer": layer, "kept": kept}
-        sources["invariant"] = self._invariants(consts)
+        sources["again"] = self._run_again(consts, layer)
         sources["constant"] = self._constants
         residuals = [sources[s.kind][s.number] for s in self._sources]
         vjp = jax.tree.unflatten(self._traced.vjp_tree, residuals)
         types = [v.aval for v in self._results]
         wanted = [
-            jnp.zeros(t.shape, t.dtype) if c is None else c
+            _jax.zeros(t) if c is None else c
             for t, c in zip(types, cotangents, strict=True)
             if is_inexact_type(t)
         ]
@@ -119,53 +122,49 @@ class Tape:
         return list(jaxpr.outvars[: self._traced.num_results])
 
     def _find_sources(self) -> None:
+        """Decide for each residual where the backward pass gets it from."""
         jaxpr = _jax.open_jaxpr(self._traced.closed)
-        residuals = jaxpr.outvars[self._traced.num_results :]
-        inputs = {v: i for i, v in enumerate(jaxpr.invars)}
-        constants = dict(zip(jaxpr.constvars, self._traced.closed.consts, strict=True))
-        varying = _depending_on(jaxpr, jaxpr.invars[self._consts :])
         first_layer = self._consts + self._carry
-        self._constants: Flat = []
+        consts, layer = jaxpr.invars[: self._consts], jaxpr.invars[first_layer:]
+        carry = jaxpr.invars[self._consts : first_layer]
+        varying = _depending_on(jaxpr, [*carry, *layer]) - _same_data_as(jaxpr, layer)
+        known = {v: _Source("const", i) for i, v in enumerate(consts)}
+        known |= {v: _Source("layer", i) for i, v in enumerate(layer)}
+        self._constants: Flat = list(self._traced.closed.consts)
+        known |= {v: _Source("constant", i) for i, v in enumerate(jaxpr.constvars)}
         self._kept: list[int] = []
-        self._carried: dict[int, int] = {}
-        self._invariant: list[int] = []
+        self._again: list[int] = []
         self._sources: list[_Source] = []
-        known: dict[Any, _Source] = {}
+        residuals = jaxpr.outvars[self._traced.num_results :]
         for number, atom in enumerate(residuals):
-            if isinstance(atom, _jax.Literal) or atom in constants:
-                literal = isinstance(atom, _jax.Literal)
-                self._constants.append(atom.val if literal else constants[atom])
+            if isinstance(atom, _jax.Literal):
+                self._constants.append(atom.val)
                 self._sources.append(_Source("constant", len(self._constants) - 1))
                 continue
             if atom not in known:
-                position = inputs.get(atom)
-                if position is not None and position < self._consts:
-                    known[atom] = _Source("const", position)
-                elif position is not None and position >= first_layer:
-                    known[atom] = _Source("layer", position - first_layer)
-                elif atom in varying:
-                    known[atom] = _Source("kept", len(self._kept))
-                    self._kept.append(number)
-                    if position is not None:
-                        self._carried[number] = position - self._consts
-                else:
-                    known[atom] = _Source("invariant", len(self._invariant))
-                    self._invariant.append(number)
+                kind, places = "again", self._again
+                if atom in varying:
+                    kind, places = "kept", self._kept
+                known[atom] = _Source(kind, len(places))
+                places.append(number)
             self._sources.append(known[atom])
+        numbers = {v: i for i, v in enumerate(carry)}
+        self._carried = {i: numbers.get(residuals[i]) for i in self._kept}
 
-    def _invariants(self, consts: Flat) -> Flat:
-        """Work out again the residuals that depend on consts alone."""
-        if not self._invariant:
+    def _run_again(self, consts: Flat, layer: Flat) -> Flat:
+        """Work out the residuals that consts and parameters give again."""
+        if not self._again:
             return []
         count = self._traced.num_results
         total = len(_jax.open_jaxpr(self._traced.closed).outvars)
-        chosen = {count + i for i in self._invariant}
+        wanted = {count + i for i in self._again}
         closed = _jax.select_outputs(
-            self._traced.closed, [i in chosen for i in range(total)]
+            self._traced.closed, [i in wanted for i in range(total)]
         )
-        inputs = _jax.open_jaxpr(closed).invars[self._consts :]
-        unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in inputs]
-        return _jax.jaxpr_function(closed)(*consts, *unread)
+        shared = self._consts + self._carry
+        carry = _jax.open_jaxpr(closed).invars[self._consts : shared]
+        unread = [_jax.zeros(v.aval) for v in carry]
+        return _jax.jaxpr_function(closed)(*consts, *unread, *layer)
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def _trace(
         found.append((len(results), tree))
         return [*results, *leaves]
 
-    closed = jax.make_jaxpr(forward)(*map(_struct, inputs))
+    closed = jax.make_jaxpr(forward)(*map(_jax.abstract_array, inputs))
     return _Traced(closed, *found[-1])
 
 
@@ -213,10 +212,15 @@ def _depending_on(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
     return found
 
 
-def _struct(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=getattr(aval, "sharding", None)
-    )
+def _same_data_as(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
+    """Return the variables that are some of the inputs, in another dtype or order."""
+    found = set(inputs)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _REORDERED:
+            continue
+        if not isinstance(eqn.invars[0], _jax.Literal) and eqn.invars[0] in found:
+            found.update(eqn.outvars)
+    return found
 
 
 def is_inexact_type(aval: Any) -> bool:

@@ -21,6 +21,7 @@ from jaxckpt.schedule_tree import (
     NODES,
     canonical,
     check_count,
+    check_depth,
     check_nodes,
     check_policy,
     count_forwards,
@@ -174,6 +175,7 @@ class _Nested(Schedule):
             )
         for part in self.parts:
             check_count(part, "parts", "nested")
+        check_depth(len(self.parts), "`nested(...)`")
 
     def _nodes(self, num_layers: int) -> Iterable[Node]:
         return _cut(num_layers, self.parts)
@@ -199,6 +201,9 @@ class _Binomial(Schedule):
         check_count(self.slots, "slots", "binomial")
 
     def _nodes(self, num_layers: int) -> Iterable[Node]:
+        check_depth(
+            _repeats(num_layers, self.slots), f"`{self}` on {num_layers} layers"
+        )
         return _revolve(num_layers, self.slots)
 
     def __str__(self) -> str:
@@ -237,12 +242,16 @@ def advances(num_layers: int, slots: int) -> int:
         >>> advances(10, 3), advances(100, 5)
         (15, 316)
     """
-    if num_layers == 1:
-        return 0
-    repeats = 1
+    repeats = _repeats(num_layers, slots)
+    return repeats * num_layers - math.comb(slots + repeats, slots + 1)
+
+
+def _repeats(num_layers: int, slots: int) -> int:
+    """Return how often a layer runs again at most, and how deep segments nest."""
+    repeats = 0
     while math.comb(slots + repeats, slots) < num_layers:
         repeats += 1
-    return repeats * num_layers - math.comb(slots + repeats, slots + 1)
+    return repeats
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ keeps, `=` everything; `.` runs and keeps nothing.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxckpt.policy_algebra import Nothing
+from jaxckpt.policy_algebra import Nothing, Policy
 from jaxckpt.schedule_tree import (
     Keep,
     Node,
@@ -26,11 +27,13 @@ from jaxckpt.schedule_tree import (
 _MEANINGS = {
     "*": "keeps the layer's input",
     "+": "its input and what a policy keeps",
+    "-": "what a policy keeps",
     "=": "everything",
     ".": "nothing",
 }
 _WIDTH = 60  # layers in one line
-_FIRST_LINES = 3
+_FIRST_LINES = 3  # of passes that are alike
+_MOST_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,9 @@ def passes_again(nodes: Sequence[Node], start: int = 0) -> Iterator[Pass]:
         if isinstance(node, Segment):
             unread = unread_layers(node.children)
             marks = forward_marks(node.children)
-            # The input of what does not run is kept; the layers behind it do nothing.
-            marks = (
-                marks[: len(marks) - unread + 1].ljust(len(marks)) if unread else marks
-            )
+            if unread:
+                # The input of what does not run is kept; the rest does nothing.
+                marks = marks[: 1 - unread or None].ljust(len(marks))
             yield Pass(begin, marks, unread)
             yield from passes_again(node.children, begin)
         elif isinstance(node, Remat):
@@ -101,12 +103,13 @@ def draw(title: str, nodes: Sequence[Node]) -> str:
     layers = count_layers(nodes)
     forward = forward_marks(nodes)
     again = list(passes_again(nodes))
-    lines = [f"{title} on {layers} layers", *_forward_lines(forward)]
+    lines = [*_wrapped(f"{title} on {layers} layers"), *_forward_lines(forward)]
     if again:
         lines += ["backward runs again, in order:", *_passes(again, layers)]
     else:
         lines += ["backward runs nothing again"]
-    lines += [f"policy: {policy_text(p)}" for p in _distinct_policies(nodes)]
+    for policy in _distinct_policies(nodes):
+        lines += _wrapped(f"policy: {policy_text(policy)}")
     total = count_forwards(nodes)
     inputs = sum(forward.count(mark) for mark in "*+")
     lines.append(
@@ -120,7 +123,7 @@ def _marks(node: Node) -> str:
     if isinstance(node, Keep):
         return "=" * node.layers
     if isinstance(node, Segment):
-        rest = "." if isinstance(node.policy, Nothing) else "+"
+        rest = "." if isinstance(node.policy, Nothing) else "-"
         return _input_mark(node) + rest * (node.layers - 1)
     return _input_mark(node) * node.layers
 
@@ -129,9 +132,13 @@ def _input_mark(node: Remat | Segment) -> str:
     return "*" if keeps_input_only(node) else "+"
 
 
-def _distinct_policies(nodes: Sequence[Node]) -> list[object]:
+def _distinct_policies(nodes: Sequence[Node]) -> list[Policy]:
     policies = dict.fromkeys(policies_in(nodes))
     return [p for p in policies if not isinstance(p, Nothing)]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _forward_lines(marks: str) -> list[str]:
@@ -154,6 +161,9 @@ def _passes(again: Sequence[Pass], layers: int) -> list[str]:
             more = f"            ... {left} more like these, each further down"
             shown = [*shown[:_FIRST_LINES], more, shown[-1]]
         lines += shown
+    if len(lines) > _MOST_LINES:
+        left = len(lines) - _MOST_LINES + 1
+        lines = [*lines[: _MOST_LINES - 1], f"            ... {left} more lines"]
     return lines
 
 
@@ -165,12 +175,18 @@ def _line(one: Pass, layers: int) -> str:
 
 
 def _alike(passes: Sequence[Pass]) -> list[list[Pass]]:
-    """Group neighbours with equal marks, each right before the one it follows."""
+    """Group neighbours with equal marks that go down in equal steps."""
     groups: list[list[Pass]] = []
     for one in passes:
-        last = groups[-1][-1] if groups else None
-        if last is not None and last.marks == one.marks and one.stop == last.start:
+        if groups and _continues(groups[-1], one):
             groups[-1].append(one)
         else:
             groups.append([one])
     return groups
+
+
+def _continues(group: list[Pass], one: Pass) -> bool:
+    last = group[-1]
+    if last.marks != one.marks or last.unread != one.unread:
+        return False
+    return len(group) == 1 or group[-2].start - last.start == last.start - one.start

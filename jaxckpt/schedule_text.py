@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxckpt import schedule as s
 from jaxckpt.errors import PolicyError, ScheduleError, did_you_mean
 from jaxckpt.policy import Policy, parse_policy
-from jaxckpt.schedule_tree import Keep, Node, Remat, Segment
+from jaxckpt.schedule_tree import Keep, Node, Remat, Segment, check_depth
 
 _RULES: dict[str, Callable[..., s.Schedule]] = {
     f.__name__: f
@@ -32,7 +33,6 @@ _TIMES = re.compile(r"\s*([^\s(),*]+)\s*\*(?!\*)(.*)", re.DOTALL)
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)(.*)", re.DOTALL)
 _QUOTED = re.compile(r"""\s*(["'])(?:\\.|(?!\1).)*\1\s*""", re.DOTALL)
 _NUMBER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
-_DEEPEST = 50
 _MOST_NODES = 10_000
 
 
@@ -108,28 +108,32 @@ def _top_level(text: str, separator: str) -> Iterator[int]:
 
 
 def _rule(call: _Call) -> s.Schedule:
-    positional = [_argument(call.name, value) for value in call.arguments]
-    named = {k: _argument(call.name, value) for k, value in call.keywords.items()}
+    rule = _RULES[call.name]
+    names = list(inspect.signature(rule).parameters)
+    _refuse_keywords(call, names)
+    positional = [
+        _argument(call, names[min(i, len(names) - 1)] if names else "", text)
+        for i, text in enumerate(call.arguments)
+    ]
+    named = {key: _argument(call, key, text) for key, text in call.keywords.items()}
     try:
-        return _RULES[call.name](*positional, **named)
+        return rule(*positional, **named)
     except TypeError as error:
         raise ScheduleError(f"`{call.text}`: {error}.") from None
 
 
-def _argument(rule: str, text: str) -> Any:
-    """Read a number, else a policy, by what the rule takes."""
+def _argument(call: _Call, place: str, text: str) -> Any:
+    if place == "policy":
+        return _policy(text)
     if _is_number(text):
         return int(text)
-    if rule in ("uniform", "remat_every"):
-        return _policy(text)
     raise ScheduleError(
-        f"`{text.strip()}` in `{rule}(...)` is not a whole number of at least 1."
+        f"`{text.strip()}` in `{call.name}(...)` is not a whole number of at least 1."
     )
 
 
 def _parse_nodes(parts: Sequence[str], depth: int) -> list[Node]:
-    if depth > _DEEPEST:
-        raise ScheduleError(f"A schedule nests segments over {_DEEPEST} deep.")
+    check_depth(depth, "The schedule")
     nodes: list[Node] = []
     size = 0
     for part in parts:
@@ -167,8 +171,8 @@ def _node(call: _Call, depth: int) -> Node:
 
 
 def _segment(call: _Call, depth: int) -> Node:
-    policy = call.keywords.pop("policy", None)
-    _refuse_keywords(call, "`policy`")
+    _refuse_keywords(call, ["policy"])
+    policy = call.keywords.get("policy")
     children = tuple(_parse_nodes(call.arguments, depth + 1))
     if policy is None:
         return Segment(children)
@@ -176,18 +180,18 @@ def _segment(call: _Call, depth: int) -> Node:
 
 
 def _keep(call: _Call, depth: int) -> Node:
+    _refuse_keywords(call, ["layers"])
     layers = _take_layers(call)
-    _refuse_keywords(call, "`layers`")
     _refuse_rest(call)
     return Keep(layers)
 
 
 def _remat(call: _Call, depth: int) -> Node:
+    _refuse_keywords(call, ["layers", "policy"])
     layers = _take_layers(call)
-    policy = call.keywords.pop("policy", None)
+    policy = call.keywords.get("policy")
     if policy is None and call.arguments:
         policy = call.arguments.pop()
-    _refuse_keywords(call, "`policy`, `layers`")
     _refuse_rest(call)
     return Remat(None if policy is None else _some_policy(policy, call), layers)
 
@@ -216,7 +220,7 @@ def _not_a_node(call: _Call) -> str:
 
 def _take_layers(call: _Call) -> int:
     """Take the number of layers out of a call: by keyword, or the last argument."""
-    count = call.keywords.pop("layers", None)
+    count = call.keywords.get("layers")
     if count is None:
         count = call.arguments.pop() if call.arguments else ""
     if not _is_number(count):
@@ -227,11 +231,13 @@ def _take_layers(call: _Call) -> int:
     return int(count)
 
 
-def _refuse_keywords(call: _Call, valid: str) -> None:
+def _refuse_keywords(call: _Call, valid: Sequence[str]) -> None:
     for name in call.keywords:
-        raise ScheduleError(
-            f"`{call.text}` has an unknown argument `{name}`. Valid: {valid}."
-        )
+        if name not in valid:
+            raise ScheduleError(
+                f"`{call.text}` has an unknown argument `{name}`. "
+                f"{did_you_mean(name, valid)}"
+            )
 
 
 def _refuse_rest(call: _Call) -> None:

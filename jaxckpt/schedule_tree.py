@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxckpt.errors import ScheduleError
 from jaxckpt.policy import Policy, save_nothing
@@ -80,7 +81,7 @@ class Segment:
         'Segment(Keep(2))'
     """
 
-    children: tuple[Node, ...]
+    children: Any  # tuple[Node, ...] once made
     policy: Policy = field(default_factory=save_nothing)
 
     def __post_init__(self) -> None:
@@ -104,6 +105,9 @@ class Segment:
 
 Node = Keep | Remat | Segment
 NODES = (Keep, Remat, Segment)
+
+DEEPEST = 100
+"""How deep segments may stand in segments."""
 
 
 def canonical(nodes: Iterable[Node]) -> tuple[Node, ...]:
@@ -250,6 +254,14 @@ def check_count(value: object, name: str, where: str) -> None:
         raise ScheduleError(
             f"`{where}({name}={value!r})` is not a number of {name}. Use a whole "
             "number of at least 1."
+        )
+
+
+def check_depth(depth: int, where: str) -> None:
+    """Raise `ScheduleError` for segments in segments too deep."""
+    if depth > DEEPEST:
+        raise ScheduleError(
+            f"{where} nests segments {depth} deep. Use at most {DEEPEST} levels."
         )
 
 

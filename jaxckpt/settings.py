@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jaxckpt.errors import WorkloadError, did_you_mean
 
-_OWN_OPTION = {"policy": "--policy"}
+_OWN_OPTION = {"policy": "--policy", "schedule": "--schedule"}
 _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 

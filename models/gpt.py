@@ -220,7 +220,7 @@ tiny = _workload(
     GPTConfig(num_layers=4, width=128, num_heads=4, vocab_size=256),
     batch=16,
     seq=128,
-    learning_rate=3e-3,
+    learning_rate=1e-3,
 )
 gpt2 = _workload(
     "gpt2", "GPT-2 (124M)", GPTConfig(), batch=8, seq=1024, learning_rate=6e-4

@@ -334,7 +334,7 @@ tiny = _workload(
     batch=16,
     seq=128,
     loss_chunks=0,
-    learning_rate=3e-3,
+    learning_rate=1e-3,
 )
 llama3_1b = _workload(
     "llama3_1b",

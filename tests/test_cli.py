@@ -56,6 +56,18 @@ def error_of(result):
         (GPT, ["--policy", "fulll"], ["fulll"]),
         (GPT, ["--policy", "save("], ["save("]),
         (GPT, ["--policy", "save(out_prj)"], ["out_prj", "`out_proj`"]),
+        (GPT, ["--schedule", "evry(2)"], ["`evry`", "Did you mean `every`"]),
+        (GPT, ["--schedule", "every(0)"], ["every(layers=0)", "at least 1"]),
+        (
+            "nowhere.py:x",
+            ["--policy", "dots", "--schedule", "every(2)"],
+            ["has no place in `every(2)`"],
+        ),
+        (
+            "nowhere.py:x",
+            ["--policy", "none", "--schedule", "every(2)"],
+            ["contradict each other"],
+        ),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else None,
 )
@@ -88,7 +100,7 @@ def test_training_on_a_file_that_is_not_there_is_refused():
         ["mesure", GPT],
         ["measure"],
         ["measure", GPT, "--polici", "full"],
-        ["measure", GPT, "--schedule", "every(2)"],
+        ["compare", GPT, "--schedule", "every(2)"],
         ["train", GPT],
         ["train", GPT, "--steps", "many"],
     ],
@@ -143,6 +155,221 @@ def test_devices_that_cannot_be_compiled_for_say_why(monkeypatch):
     assert reasons["attached"] == (True, None)
 
 
+def test_a_schedule_for_a_workload_without_one_is_refused(tmp_path):
+    file = tmp_path / "plain.py"
+    file.write_text("def mine(*, batch: int = 1, policy=None): ...")
+    message = error_of(run("explain", f"{file}:mine", "--schedule", "every(2)"))
+    assert "takes no keyword `schedule`" in message
+    assert "`--schedule`" in message
+
+
+def test_the_version_is_printed():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("jaxckpt ")
+    assert len(result.stdout.splitlines()) == 1
+
+
+STACK = """
+import itertools
+import jax, jax.numpy as jnp, optax
+from jax.ad_checkpoint import checkpoint_name
+from jaxckpt.remat import remat
+from jaxckpt.schedule import combine
+from jaxckpt.schedule_tree import Keep, Remat, Segment
+from jaxckpt.workload import Workload
+
+def layer(x, w):
+    x = checkpoint_name(x @ w, "query_proj")
+    return jnp.sin(checkpoint_name(jnp.sin(x) @ w, "out_proj"))
+
+def apply(nodes, x, ws):
+    for node in nodes:
+        here, ws = ws[: node.layers], ws[node.layers :]
+        if isinstance(node, Segment):
+            run = lambda x, ws, node=node: apply(node.children, x, ws)
+            x = remat(run, policy=node.policy)(x, here)
+            continue
+        one = layer if isinstance(node, Keep) else remat(layer, policy=node.policy)
+        for w in here:
+            x = one(x, w)
+    return x
+
+def mine(*, layers: int = 4, policy=None, schedule=None) -> Workload:
+    nodes = combine(policy, schedule).nodes(layers)
+    def loss_fn(params, batch, rng=None):
+        return (apply(nodes, batch, params) ** 2).sum()
+    shape = jax.ShapeDtypeStruct
+    return Workload(
+        "mine", loss_fn, [shape((16, 16), "float32")] * layers,
+        shape((64, 16), "float32"), optax.sgd(0.1), layers=layers,
+        init=lambda rng: [jnp.ones((16, 16)) for _ in range(layers)],
+        data=lambda split: itertools.repeat(jnp.ones((64, 16))),
+    )
+
+def fixed(*, policy=None) -> Workload:
+    if policy is None:
+        raise ValueError("no policy")
+    return mine(policy=policy)
+"""
+PRODUCT = 2 * 64 * 16 * 16  # FLOPs; two in a layer
+
+
+@pytest.fixture
+def stack(tmp_path):
+    file = tmp_path / "stack.py"
+    file.write_text(STACK)
+    return f"{file}:mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "schedule", "again"),
+    [
+        ([], "none", None, 0),
+        (["--policy", "full"], "full", None, 8),
+        (["--schedule", "every(2)"], None, "every(2)", 8),
+        (["--schedule", "remat_every(2)"], None, "remat_every(2)", 4),
+        (["--schedule", "Segment(Remat(2)), Keep(2)"], None,
+         "Segment(Remat(2)), Keep(2)", 6),
+        (["--policy", "save(out_proj)", "--schedule", "remat_every(2)"],
+         "save(out_proj)", "remat_every(2)", 2),
+    ],
+)  # fmt: skip
+def test_measure_runs_again_what_policy_and_schedule_say(
+    stack, options, policy, schedule, again
+):
+    result = run("measure", stack, *options, "--json")
+    assert result.exit_code == 0, result.output
+    measured = json.loads(result.stdout)
+    assert (measured["policy"], measured["schedule"]) == (policy, schedule)
+    assert measured["recompute_flops"] == again * PRODUCT
+
+
+def test_measure_names_policy_and_schedule_above_its_table(stack):
+    options = "--policy", "save(out_proj)", "--schedule", "remat_every(3)"
+    heading = run("measure", stack, *options).stdout.splitlines()[0]
+    assert heading.endswith("policy save(out_proj), schedule remat_every(3)")
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "noted"),
+    [
+        (["--schedule", "every(2)"], "schedule every(2)", False),
+        (["--schedule", "remat_every(2)", "--policy", "offload(out_proj)"],
+         "policy offload(out_proj), schedule remat_every(2)", True),
+        (["--schedule", "Remat(offload(out_proj), 2), Keep(2)"],
+         "schedule Remat(offload(out_proj), 2), Keep(2)", True),
+    ],
+)  # fmt: skip
+def test_train_runs_under_a_schedule(stack, options, said, noted):
+    result = run("train", stack, "--steps", "1", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == f"{stack}, 1 steps, {said}"
+    assert ("offload has no effect" in result.stderr) == noted
+
+
+def compared(*arguments):
+    result = run("compare", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result
+
+
+def test_compare_sorts_its_rows_and_measures_policies_and_schedules(stack):
+    found, _ = compared(
+        stack, "--policies", "full, none", "--policies", "save(query_proj, out_proj)",
+        "--schedules", "every(2); Remat(full, 2), Keep(2)",
+    )  # fmt: skip
+    assert list(found) == ["workload", "device", "rows", "left_out"]
+    assert (found["workload"], found["device"]) == (stack, "attached")
+    assert found["left_out"] == []
+    rules = {(row["policy"], row["schedule"]) for row in found["rows"]}
+    assert rules == {
+        ("full", None),
+        ("none", None),
+        ("save(query_proj, out_proj)", None),
+        (None, "every(2)"),
+        (None, "Remat(full, 2), Keep(2)"),
+    }
+    order = [(-r["peak_bytes"], r["recompute_flops"]) for r in found["rows"]]
+    assert order == sorted(order)
+    measured = json.loads(run("measure", stack, "--policy", "full", "--json").stdout)
+    (row,) = [r for r in found["rows"] if r["policy"] == "full"]
+    assert set(row) == set(measured)
+    assert row["peak_bytes"] == measured["peak_bytes"]
+
+
+def test_compare_leaves_out_what_does_not_suit_the_model(tmp_path):
+    file = tmp_path / "stack.py"
+    file.write_text(STACK.replace("query_proj", "first").replace("out_proj", "second"))
+    found, result = compared(f"{file}:mine", "--set", "layers=1")
+    kept = [row["policy"] for row in found["rows"]]
+    assert set(kept) == {"none", "full", "dots", "dots_no_batch", "maxtext:full"}
+    left_out = {one["policy"]: one["reason"] for one in found["left_out"]}
+    assert "maxtext:save_qkv_proj" in left_out
+    assert not any("offloaded" in name for name in [*left_out, *kept])
+    assert "None of the names" in left_out["maxtext:save_qkv_proj"]
+    assert "left out: policy maxtext:save_qkv_proj: None of" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--policies", "full,save(out_prj)"], ["`out_prj`", "`out_proj`"]),
+        (["--policies", "full,maxtext:minmal"], ["`maxtext:minimal`"]),
+        (["--policies", "full,,none"], ["missing beside a `,`"]),
+        (["--policies", "full,save(a"], ["does not close a parenthesis"]),
+        (["--schedules", "every(2);every(0)"], ["every(layers=0)"]),
+        (["--schedules", "Keep(3)"], ["holds 3 layers, and the stack 4"]),
+        (["--plot", "out.txt"], ["`.txt`", "`.png`"]),
+        (["--plot", "nowhere/out.png"], ["no folder `nowhere`"]),
+        (["--device", "h1000"], ["Did you mean `h100-80gb`"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_compare_refuses_before_it_compiles(stack, options, expected, monkeypatch):
+    monkeypatch.setattr("jaxckpt.xla.measure.compile_for", None)
+    message = error_of(run("compare", stack, *options))
+    for part in expected:
+        assert part in message
+
+
+def test_compare_shows_what_the_workload_itself_refuses(stack):
+    message = error_of(run("compare", stack.replace(":mine", ":fixed")))
+    assert "no policy" in message
+
+
+def test_compare_without_matplotlib_names_the_extra(stack, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = error_of(run("compare", stack, "--plot", "out.png"))
+    assert "jaxckpt[plot]" in message
+
+
+def test_compare_draws_a_picture_and_a_table(stack, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "80")
+    picture = tmp_path / "out.png"
+    options = "--policies", "none,full", "--schedules", "every(2)"
+    result = run("compare", stack, *options, "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "every(2)" in result.stdout
+    assert max(map(len, result.stdout.splitlines()[1:])) <= 80
+
+
+@pytest.mark.aot
+def test_compare_compiles_equal_programs_once_and_keeps_them(
+    stack, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("JAXCKPT_CACHE", str(tmp_path / "cache"))
+    policies = "full,maxtext:full,save(out_proj),maxtext:save_out_proj"
+    options = "--device", "h100-80gb", "--policies", policies, "--set", "layers=2"
+    found, _ = compared(stack, *options)
+    assert len(found["rows"]) == 4
+    assert len(list((tmp_path / "cache").glob("*.hlo"))) == 2
+    monkeypatch.setattr("jaxckpt.xla.compile.run_compiler", None)
+    assert compared(stack, *options)[0] == found
+
+
 def write_noisy_workload(folder):
     """Write a workload that prints wherever it can: at import, call and trace."""
     file = folder / "noisy.py"
@@ -176,10 +403,19 @@ def write_noisy_workload(folder):
     return file
 
 
-@pytest.mark.parametrize("command", ["measure", "explain"])
-def test_json_is_all_that_stdout_gets(command, tmp_path):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("measure", "--policy", "full"),
+        ("explain", "--policy", "full"),
+        ("compare", "--policies", "full"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_json_is_all_that_stdout_gets(arguments, tmp_path):
     file = write_noisy_workload(tmp_path)
-    result = run_apart(command, f"{file}:mine", "--policy", "full", "--json")
+    command, *options = arguments
+    result = run_apart(command, f"{file}:mine", *options, "--json")
     assert result.returncode == 0, result.stderr
     assert isinstance(json.loads(result.stdout), dict)
     for printed in ("import", "child", "call", "trace"):

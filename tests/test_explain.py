@@ -12,6 +12,11 @@ from rich.console import Console
 
 import jaxckpt
 from jaxckpt import _jax, explain, trace
+from jaxckpt.devices import get_device
+from jaxckpt.policy import parse_policy
+from jaxckpt.report.explain import explain_workload
+from jaxckpt.schedule import parse_schedule
+from jaxckpt.workload import Workload
 
 LAYERS, ROWS, WIDTH = 4, 4096, 64
 STACK = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
@@ -258,3 +263,72 @@ def test_no_line_is_longer_than_80_columns(policy):
     assert max(map(len, text.splitlines())) <= 80
     for name in ("a_quite_long_name_of_a_value_0", "a_quite_long_name_of_a_value_4"):
         assert policy is None or name in text.replace("\n", "")
+
+
+def explained_workload(policy=None, schedule=None, layers=10):
+    loss = lambda params, batch, rng=None: jnp.sum(layer(params, batch))  # noqa: E731
+    workload = Workload("mlp", loss, W, X, layers=layers)
+    return explain_workload(
+        lambda: workload,
+        policy=None if policy is None else parse_policy(policy),
+        schedule=None if schedule is None else parse_schedule(schedule),
+        device=get_device("attached"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "schedule", "heading", "title"),
+    [
+        ("full", None, "mlp, policy save_nothing()", "full on 10 layers"),
+        ("save(hidden)", None, "mlp, policy save(hidden)", "uniform(save(hidden)) on"),
+        (None, "every(4)", "mlp, schedule every(4)", "every(4) on 10 layers"),
+        ("save(hidden)", "remat_every(4)",
+         "mlp, policy save(hidden), schedule remat_every(4)",
+         "remat_every(4, save(hidden)) on 10 layers"),
+    ],
+)  # fmt: skip
+def test_the_picture_of_the_schedule_stands_at_the_top(
+    policy, schedule, heading, title
+):
+    lines = rendered(explained_workload(policy, schedule)).splitlines()
+    assert lines[0] == heading
+    assert lines[1].startswith(title)
+    assert lines[2].startswith("  forward   ")
+    assert max(map(len, lines)) <= 80
+
+
+def test_without_rule_or_depth_there_is_no_picture_of_a_schedule():
+    for explanation in (
+        explained_workload(),
+        explained_workload("full", layers=None),
+        explained_workload(schedule="every(2)", layers=None),
+    ):
+        assert explanation.as_json()["schedule"] is None
+        assert "forward   " not in rendered(explanation)
+    assert rendered(explained_workload()).splitlines()[0] == "mlp, policy none"
+
+
+@pytest.mark.parametrize(
+    ("policy", "schedule", "expected"),
+    [
+        (None, "every(4)", ([0, 4, 8], [[8, 9], [4, 7], [0, 3]], 20)),
+        ("dots", None, (list(range(10)), [[i, i] for i in range(9, -1, -1)], 20)),
+        ("full", "remat_every(5)", ([0, 5], [[5, 5], [0, 0]], 12)),
+        (None, "none", ([], [], 10)),
+        # The outer segment keeps an input only: nothing runs to reach it.
+        (None, "Segment(Segment(Keep(3))), Keep(7)", ([0], [[0, 2]], 13)),
+        (None, "Segment(Keep(3), policy=save(hidden)), Keep(7)", ([0], [[0, 2]], 13)),
+        (None, "Segment(2 * Segment(Keep(2))), Keep(6)",
+         ([0], [[0, 1], [2, 3], [0, 1]], 16)),
+    ],
+)  # fmt: skip
+def test_the_json_of_a_schedule_says_what_is_kept_and_run_again(
+    policy, schedule, expected
+):
+    found = json.loads(json.dumps(explained_workload(policy, schedule).as_json()))
+    found = found["schedule"]
+    assert found["num_layers"] == 10
+    assert parse_schedule(found["text"]).forwards(10) == found["layer_forwards"]
+    assert (
+        found["kept_inputs"], found["runs_again"], found["layer_forwards"],
+    ) == expected  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import jaxckpt
 from jaxckpt.devices import ATTACHED, get_device
 from jaxckpt.xla import compile_for
-from jaxckpt.xla.measure import measure_workload, trace_loss, whole_step
+from jaxckpt.xla.measure import load_traced, measure_workload, trace_loss, whole_step
 from models import gpt
 
 KEYS = {
@@ -31,7 +31,7 @@ each_attention = pytest.mark.parametrize("attention", ["chunked", "xla"])
 @functools.cache
 def _measured(policy="full"):
     load = functools.partial(gpt.tiny, num_layers=2, batch=2, seq=16, policy=policy)
-    return measure_workload(load, device=get_device("attached"), policy_text=policy)
+    return measure_workload(load, device=get_device("attached"), policy=policy)
 
 
 def test_measurement_has_every_key_of_the_contract():
@@ -43,6 +43,14 @@ def test_measurement_has_every_key_of_the_contract():
         "chunked",
         True,
     )
+
+
+def test_measurement_names_the_schedule_beside_the_policy():
+    load = functools.partial(gpt.tiny, num_layers=1, batch=1, seq=8)
+    attached = get_device("attached")
+    loaded = load_traced(load, device=attached, schedule="every(2)", label="mine")
+    assert (loaded.label, loaded.policy, loaded.schedule) == ("mine", None, "every(2)")
+    assert load_traced(load, device=attached).label == "tiny"
 
 
 def test_peak_is_argument_and_output_and_temp_less_alias():

@@ -1,5 +1,6 @@
 """What people read: amounts in words, and tables for the terminal."""
 
+from jaxckpt.report.tables import comparison_parts as comparison_parts
 from jaxckpt.report.tables import device_table as device_table
 from jaxckpt.report.tables import format_bytes as format_bytes
 from jaxckpt.report.tables import format_flops as format_flops

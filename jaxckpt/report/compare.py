@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from jaxckpt.errors import CompileError, JaxckptError, PolicyError
 from jaxckpt.policy import Policy, parse_policy
 from jaxckpt.policy_text import recipe_names
 from jaxckpt.schedule import Schedule, parse_schedule
+from jaxckpt.schedule_text import split_at
 from jaxckpt.workload import Workload
 from jaxckpt.xla.measure import Loaded, Measurement, load_traced, measure_loaded
 
@@ -111,6 +112,32 @@ def default_rules() -> tuple[Rule, ...]:
     return tuple(Rule(policy, optional=True) for policy in policies)
 
 
+def chosen_rules(
+    policies: Iterable[str] = (), schedules: Iterable[str] = ()
+) -> tuple[Rule, ...]:
+    """Return the rules that lists of policies and of schedules hold.
+
+    Args:
+        policies: Texts of policies with commas between them.
+        schedules: Texts of schedules with semicolons between them.
+
+    Raises:
+        PolicyError: A policy cannot be read.
+        ScheduleError: A schedule cannot be read, or a list cannot be taken apart.
+
+    Example:
+        >>> [r.label for r in chosen_rules(["full, save(a, b)"], ["every(2)"])]
+        ['policy full', 'policy save(a, b)', 'schedule every(2)']
+    """
+    rules = [Rule(policy=p.strip()) for text in policies for p in split_at(text, ",")]
+    rules += [
+        Rule(schedule=s.strip()) for text in schedules for s in split_at(text, ";")
+    ]
+    for rule in rules:
+        rule.parsed()
+    return tuple(rules) or default_rules()
+
+
 def compare_policies(
     load_for: Callable[[Rule], Workload],
     rules: Iterable[Rule],
@@ -137,8 +164,6 @@ def compare_policies(
     """
     progress = progress or (lambda text: contextlib.nullcontext())
     rules = tuple(dict.fromkeys(rules))
-    for rule in rules:
-        rule.parsed()
     failures: dict[Rule, JaxckptError] = {}
     loaded: dict[Rule, Loaded] = {}
     for rule in rules:
@@ -159,28 +184,6 @@ def compare_policies(
 def status() -> Progress:
     """Return a progress display on stderr, which leaves stdout alone."""
     return Console(stderr=True).status
-
-
-def on_pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return for each row whether no other is better.
-
-    Another is better where it has no more peak bytes and no more recomputed FLOPs, and
-    less of one of the two.
-
-    Args:
-        rows: Objects as `jaxckpt measure --json` prints them.
-
-    Example:
-        >>> keys = "peak_bytes", "recompute_flops"
-        >>> rows = [dict(zip(keys, pair)) for pair in [(9, 0), (7, 0), (5, 3), (6, 4)]]
-        >>> on_pareto_front(rows)
-        [False, True, True, False]
-    """
-    points = [(row["peak_bytes"], row["recompute_flops"]) for row in rows]
-    return [
-        not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
-        for p in points
-    ]
 
 
 def _offloads(name: str) -> bool:

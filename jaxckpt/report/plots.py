@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxckpt.devices import Device
 from jaxckpt.errors import JaxckptError
-from jaxckpt.report.compare import on_pareto_front
-from jaxckpt.report.tables import rule_text
+from jaxckpt.report.tables import on_pareto_front, rule_text
 
 SUFFIXES = (".pdf", ".png", ".svg")
 _SIZE = (9.0, 6.0)  # inches
@@ -117,7 +118,9 @@ def _draw_points(axes: Any, points: Sequence[Point], front: Sequence[Point]) -> 
         *zip(*front, strict=True), "o-", color="C0", label="Pareto front", zorder=3
     )
     if others:
-        axes.plot(*zip(*others, strict=True), "o", color="0.55", label="others", zorder=3)
+        axes.plot(
+            *zip(*others, strict=True), "o", color="0.55", label="others", zorder=2
+        )
 
 
 def _draw_memory(axes: Any, device: Device, peaks: Sequence[float]) -> None:
@@ -135,19 +138,29 @@ def _draw_labels(
 ) -> None:
     """Put a label to each point, near it and clear of all else where there is room."""
     renderer = axes.figure.canvas.get_renderer()
-    taken = [_box(*axes.transData.transform(point), 6) for point in points]
-    taken += [_box(*axes.transData.transform(p), 2) for p in _along(front)]
-    taken += [axes.get_legend().get_window_extent(renderer)]
-    frame = axes.get_window_extent(renderer)
+    taken = [_square(axes.transData.transform(point), 6) for point in points]
+    taken += [_square(axes.transData.transform(p), 2) for p in _along(front)]
+    taken += [axes.get_legend().get_window_extent(renderer).extents]
+    frame = axes.get_window_extent(renderer).extents
     for point, names in points.items():
         text = "\n".join(names)
-        costs = []
-        for offset in _OFFSETS:
-            label = _annotate(axes, text, point, offset)
-            costs.append(_overlap(_extent(label, renderer), taken, frame))
-            label.remove()
-        label = _annotate(axes, text, point, _OFFSETS[costs.index(min(costs))])
-        taken.append(_extent(label, renderer))
+        label = _annotate(axes, text, point, _OFFSETS[0])
+        size = label.get_window_extent(renderer).size
+        label.remove()
+        centre = axes.transData.transform(point)
+        places = [_place(centre, offset, size) for offset in _OFFSETS]
+        boxes = np.stack(taken)
+        costs = [_overlap(place, boxes, frame) for place in places]
+        best = costs.index(min(costs))
+        _annotate(axes, text, point, _OFFSETS[best])
+        taken.append(places[best])
+
+
+def _place(centre: np.ndarray, offset: Point, size: np.ndarray) -> np.ndarray:
+    """Return the box (x0, y0, x1, y1) of a label beside a marker, in pixels."""
+    pixels = np.array(offset) * _DOTS_PER_INCH / 72  # from points
+    corner = centre + pixels - size * (1 - np.sign(offset)) / 2
+    return np.concatenate([corner, corner + size])
 
 
 def _annotate(axes: Any, text: str, point: Point, offset: Point) -> Any:
@@ -177,14 +190,6 @@ def _sign(number: float) -> int:
     return (number > 0) - (number < 0)
 
 
-def _extent(label: Any, renderer: Any) -> Any:
-    """Return the box of a label's text, without the line that leads to it."""
-    from matplotlib.text import Text
-
-    label.update_positions(renderer)
-    return Text.get_window_extent(label, renderer)
-
-
 def _along(front: Sequence[Point]) -> Iterator[Point]:
     """Yield points along the line through the front."""
     for (x0, y0), (x1, y1) in itertools.pairwise(front):
@@ -192,19 +197,19 @@ def _along(front: Sequence[Point]) -> Iterator[Point]:
             yield x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40
 
 
-def _box(x: float, y: float, half: float) -> Any:
-    from matplotlib.transforms import Bbox
-
-    return Bbox.from_extents(x - half, y - half, x + half, y + half)
+def _square(centre: np.ndarray, half: float) -> np.ndarray:
+    return np.concatenate([centre - half, centre + half])
 
 
-def _overlap(box: Any, taken: Sequence[Any], frame: Any) -> float:
-    """Return how many square pixels of a box lie on others or outside the frame."""
-    outside = box.width * box.height - _common(box, frame)
-    return 4 * outside + sum(_common(box, other) for other in taken)
+def _overlap(box: np.ndarray, others: np.ndarray, frame: np.ndarray) -> float:
+    """Return how many square pixels of a box lie on others, or outside the frame."""
+    area = np.prod(box[2:] - box[:2])
+    outside = area - _common(box, frame[None]).sum()
+    return float(4 * outside + _common(box, others).sum())
 
 
-def _common(one: Any, other: Any) -> float:
-    across = min(one.x1, other.x1) - max(one.x0, other.x0)
-    up = min(one.y1, other.y1) - max(one.y0, other.y0)
-    return max(0.0, across) * max(0.0, up)
+def _common(box: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the square pixels that a box has in common with each of the others."""
+    low = np.maximum(box[:2], others[:, :2])
+    high = np.minimum(box[2:], others[:, 2:])
+    return np.prod(np.maximum(high - low, 0), axis=1)

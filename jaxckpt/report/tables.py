@@ -13,6 +13,7 @@ from jaxckpt.devices import Device
 from jaxckpt.training import TrainResult
 
 UNKNOWN = "-"
+_FIGURES = "peak", "temp", "recomputed", "step"
 
 
 def format_bytes(amount: int | None) -> str:
@@ -155,47 +156,77 @@ def train_table(result: TrainResult) -> Table:
     return table
 
 
-def policy_table(
-    rows: Sequence[Mapping[str, Any]], best: Sequence[bool] = ()
-) -> Table:
+def comparison_parts(
+    rows: Sequence[Mapping[str, Any]], *, title: str, device: Device
+) -> tuple[str | Table, ...]:
+    """Return what `jaxckpt compare` prints: a heading, the table and its key.
+
+    Args:
+        rows: Objects as `jaxckpt measure --json` prints them.
+        title: What was measured.
+        device: What it was compiled for.
+    """
+    attention = rows[0]["attention"]
+    uses = f", attention {attention}" if attention else ""
+    memory = format_bytes(device.memory_bytes)
+    has = "" if device.memory_bytes is None else f"\n{device.name} has {memory}."
+    key = "* No other row needs as little memory and runs as little again."
+    heading = escape(f"{title} on {device.name}{uses}")
+    return heading, policy_table(rows), escape(f"{key}{has}")
+
+
+def policy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return several measurements of one workload and device, a rule a row.
 
     Args:
         rows: Objects as `jaxckpt measure --json` prints them.
-        best: For each row, whether to mark it as Pareto-optimal; empty for no marks.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    if best:
-        table.add_column("", no_wrap=True)
-    table.add_column("policy", overflow="fold")
-    for heading in ("peak", "temp", "recomputed", "step", "compile"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column(_rules_heading(rows), overflow="fold")
+    for heading in _FIGURES:
         table.add_column(heading, justify="right", no_wrap=True)
-    if any(row.get("schedule") for row in rows):
-        table.columns[1 if best else 0].header = "policy or schedule"
-    for i, row in enumerate(rows):
-        marks = ["*" if best[i] else ""] if best else []
-        table.add_row(*marks, escape(rule_text(row)), *_figures(row))
+    marks = ("*" if best else "" for best in on_pareto_front(rows))
+    for mark, row, figures in zip(marks, rows, _figures(rows), strict=True):
+        table.add_row(mark, escape(rule_text(row)), *figures)
     return table
 
 
-def policy_markdown(
-    rows: Sequence[Mapping[str, Any]], best: Sequence[bool] = ()
-) -> str:
-    """Return `policy_table` as a table in Markdown, Pareto-optimal rules in bold.
+def policy_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return `policy_table` in Markdown, with the Pareto-optimal rules in bold.
 
     Args:
         rows: Objects as `jaxckpt measure --json` prints them.
-        best: For each row, whether it is Pareto-optimal.
     """
-    lines = [
-        "| policy or schedule | peak | temp | recomputed | step | compile |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row, bold in zip(rows, best or [False] * len(rows), strict=True):
-        rule = f"`{rule_text(row)}`".replace("|", "\\|")
-        cells = f"**{rule}**" if bold else rule, *_figures(row)
-        lines.append(f"| {' | '.join(cells)} |")
+    headings = _rules_heading(rows), *_FIGURES
+    lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * len(_FIGURES)}"]
+    marks = ("**" if best else "" for best in on_pareto_front(rows))
+    for mark, row, figures in zip(marks, rows, _figures(rows), strict=True):
+        rule = rule_text(row).replace("|", "\\|")
+        lines.append(f"| {' | '.join([f'{mark}`{rule}`{mark}', *figures])} |")
     return "\n".join(lines)
+
+
+def on_pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return for each row whether no other is better.
+
+    Another is better where it has no more peak bytes and no more recomputed FLOPs, and
+    less of one of the two.
+
+    Args:
+        rows: Objects as `jaxckpt measure --json` prints them.
+
+    Example:
+        >>> keys = "peak_bytes", "recompute_flops"
+        >>> rows = [dict(zip(keys, pair)) for pair in [(9, 0), (7, 0), (5, 3), (6, 4)]]
+        >>> on_pareto_front(rows)
+        [False, True, True, False]
+    """
+    points = [(row["peak_bytes"], row["recompute_flops"]) for row in rows]
+    return [
+        not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
+        for p in points
+    ]
 
 
 def rule_text(measurement: Mapping[str, Any]) -> str:
@@ -213,14 +244,28 @@ def rule_text(measurement: Mapping[str, Any]) -> str:
     return str(schedule) if policy is None else f"{schedule}, policy {policy}"
 
 
-def _figures(measurement: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        format_bytes(measurement["peak_bytes"]),
-        format_bytes(measurement["temp_bytes"]),
-        _share(measurement),
-        format_seconds(measurement["step_seconds"]),
-        format_seconds(measurement["compile_seconds"]),
-    )
+def _rules_heading(rows: Sequence[Mapping[str, Any]]) -> str:
+    given = {key for row in rows for key in ("policy", "schedule") if row.get(key)}
+    return " or ".join(key for key in ("policy", "schedule") if key in given)
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the cells of each row; bytes in MiB where all are below one GiB."""
+    small = all(row["peak_bytes"] < 2**30 for row in rows)
+    amount = _mebibytes if small else format_bytes
+    return [
+        (
+            amount(row["peak_bytes"]),
+            amount(row["temp_bytes"]),
+            _share(row),
+            format_seconds(row["step_seconds"]),
+        )
+        for row in rows
+    ]
+
+
+def _mebibytes(amount: int) -> str:
+    return f"{amount / 2**20:.2f} MiB"
 
 
 def _share(measurement: Mapping[str, Any]) -> str:

@@ -211,9 +211,7 @@ def load_traced(
         graph = trace_loss(workload)
         # Worked out here, while the device is active: models look at it when traced.
         _ = graph.residuals, graph.recompute_flops
-    return Loaded(
-        workload, graph, device, label or workload.name, policy, schedule
-    )
+    return Loaded(workload, graph, device, label or workload.name, policy, schedule)
 
 
 def measure_loaded(loaded: Loaded) -> Measurement:
