@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import spmd
 
 from jaxckpt.layers import run_layers
 from jaxckpt.schedule import Schedule
@@ -22,6 +23,7 @@ class NNXStack(nnx.Module):
         num_layers: How many.
         schedule: Which of them are rematerialised, and how.
         scan: Whether equal layers run in a loop.
+        partition_name: Name of the layer axis in partitioning metadata.
         label: How to call a layer in errors.
     """
 
@@ -39,6 +41,7 @@ class NNXStack(nnx.Module):
         self.num_layers = num_layers
         self.schedule = schedule
         self.scan = scan
+        self.partition_name = partition_name
         self.label = label
 
         @nnx.split_rngs(splits=num_layers)
@@ -53,20 +56,21 @@ class NNXStack(nnx.Module):
 
         An `nnx.Rngs` among the arguments gives each layer streams of its own.
         """
+        axis = {nnx.PARTITION_NAME: self.partition_name}
         graphdef, state = nnx.split(self.layers)
         call = LayerCall(carry, self.label)
         keys = jax.tree.map(_draw, (args, kwargs), is_leaf=_is_rngs)
 
         def body(carry: Any, layer: Any) -> Any:
             index, state = layer
-            module = nnx.merge(graphdef, state)
+            module = nnx.merge(graphdef, spmd.remove_axis(state, 0, axis))
             args, kwargs = jax.tree.map(
                 lambda x: x.of_layer(index) if isinstance(x, _Keys) else x,
                 keys,
                 is_leaf=lambda x: isinstance(x, _Keys),
             )
             carry, output = call.pair(module(carry, *args, **kwargs))
-            return carry, (output, nnx.state(module))
+            return carry, (output, spmd.add_axis(nnx.state(module), 0, axis))
 
         carry, (outputs, updated) = run_layers(
             body,

@@ -24,7 +24,7 @@ def warnings_about(graph: Graph) -> tuple[str, ...]:
 
 def _warnings(graph: Graph) -> Iterator[str]:
     for region in graph.regions:
-        if region.holds_whole_stack:
+        if region.whole_stack:
             yield (
                 "Remat stands round a scan over layers: its backward pass computes all "
                 "layers again and holds the residuals of all. Put it inside the scan, "

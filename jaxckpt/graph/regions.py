@@ -27,15 +27,15 @@ class Region:
         policy: JAX's policy callable; None keeps nothing.
         times: How often it runs (lengths of the scans around it).
         calls: How many calls of the same body stand in the program, one after another.
-        over_inputs: Whether it is given inputs of the program as they are, and not in
-            parts: a whole stack of parameters.
+        whole_stack: Whether a scan with products stands inside it over inputs of the
+            program as they are: over all layers, not over some.
     """
 
     body: Any
     policy: Callable[..., Any] | None
     times: int
     calls: int = 1
-    over_inputs: bool = False
+    whole_stack: bool = False
 
     @cached_property
     def _values(self) -> Values:
@@ -79,37 +79,47 @@ class Region:
             r.bytes for r in _kept(_jax.jaxpr_function(self.body), self._arguments)
         )
 
-    @property
-    def holds_whole_stack(self) -> bool:
-        """Whether a scan with products, over a whole stack, stands inside it."""
-        return self.over_inputs and any(layer_scans(self.body))
+    @cached_property
+    def inner(self) -> tuple[Region, ...]:
+        """The rematerialised regions inside it."""
+        return find_regions(self.body)
 
 
 def find_regions(closed: Any) -> tuple[Region, ...]:
     """Return the rematerialised regions, outermost only, equal ones together."""
     found: dict[Any, Region] = {}
-    for parameters, times, over_inputs in _remat_calls(closed, 1):
+    for parameters, times, whole_stack in _remat_calls(closed, 1):
         body = _jax.close_jaxpr(parameters["jaxpr"])
         key = (structure_key(body), parameters["policy"], times)
         known = found.get(key)
         calls = known.calls + 1 if known else 1
-        found[key] = Region(body, parameters["policy"], times, calls, over_inputs)
+        found[key] = Region(body, parameters["policy"], times, calls, whole_stack)
     return tuple(found.values())
 
 
 def layer_scans(closed: Any) -> Iterator[int]:
     """Yield the lengths of outermost scans with products over the program's inputs."""
+    for length, _ in _layer_scans(closed):
+        yield length
+
+
+def _layer_scans(closed: Any) -> Iterator[tuple[int, set[int]]]:
+    """Yield length, and which inputs of the program are scanned; {} where unknown."""
     jaxpr = _jax.open_jaxpr(closed)
-    inputs = set(jaxpr.invars)
+    position = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
+        given = [None if _is_literal(v) else position.get(v) for v in eqn.invars]
         if eqn.primitive.name == "scan":
-            scanned = eqn.invars[sum(_jax.scan_counts(eqn)) :]
-            over_inputs = any(v in inputs for v in scanned if not _is_literal(v))
-            if over_inputs and matmul_flops(eqn.params["jaxpr"]):
-                yield eqn.params["length"]
+            scanned = given[sum(_jax.scan_counts(eqn)) :]
+            found = {i for i in scanned if i is not None}
+            if found and matmul_flops(eqn.params["jaxpr"]):
+                yield eqn.params["length"], found
         elif eqn.primitive.name != "custom_vjp_call" or is_stack(eqn):
             for inner in _jax.inner_jaxprs(eqn).values():
-                yield from layer_scans(inner)
+                takes_same = len(_jax.open_jaxpr(inner).invars) == len(given)
+                for length, places in _layer_scans(inner):
+                    outer = {given[i] for i in places} if takes_same else set()
+                    yield length, {i for i in outer if i is not None}
 
 
 def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int, bool]]:
@@ -118,8 +128,12 @@ def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int, bool]]:
     for eqn in jaxpr.eqns:
         parameters = _jax.remat_parameters(eqn)
         if parameters is not None:
-            given = any(v in inputs for v in eqn.invars if not _is_literal(v))
-            yield parameters, times, given and times == 1
+            scanned = (
+                eqn.invars[i]
+                for _, places in _layer_scans(parameters["jaxpr"])
+                for i in places
+            )
+            yield parameters, times, times == 1 and any(v in inputs for v in scanned)
             continue
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _jax.inner_jaxprs(eqn).values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -237,32 +238,44 @@ def _table(rows: tuple[Row, ...]) -> Table:
     return table
 
 
-def _draw(console: Console, region: Region) -> None:
-    """Draw one layer: `*` kept, `h` on the host, and what runs again, in order."""
+def _draw(console: Console, region: Region, indent: str = "") -> None:
+    """Draw a region: `*` kept, `h` on the host, and what runs again, in order."""
     times = (
         f" x {region.times * region.calls}" if region.times * region.calls > 1 else ""
     )
-    console.print(f"remat{times}")
-    console.print("  keeps  * its inputs")
+    console.print(f"{indent}remat{times}")
+    console.print(f"{indent}  keeps  * its inputs")
     for residual in region.kept:
         mark = "*" if residual.decision == "save" else "h"
         name = escape(residual.label)
         console.print(
-            f"         {mark} {name}  {_mib(residual.bytes)}", highlight=False
+            f"{indent}         {mark} {name}  {_mib(residual.bytes)}", highlight=False
         )
     steps = _steps(region)
-    again = " > ".join(steps) if steps else "nothing but elementwise work"
-    console.print(f"  runs again, in order: {escape(again)}", highlight=False)
+    if region.inner:
+        again = " > ".join([*steps, "what is rematerialised inside it"])
+    else:
+        again = " > ".join(steps) if steps else "nothing but elementwise work"
+    text = f"{indent}  runs again, in order: {again}"
+    for line in textwrap.wrap(text, console.width, subsequent_indent=f"{indent}    "):
+        console.print(escape(line), highlight=False)
+    for inner in region.inner:
+        _draw(console, inner, f"{indent}  ")
 
 
 def _steps(region: Region) -> list[str]:
     """Return the products and named values that are computed again, in order.
 
-    A product and what is added to it before it gets its name are one step.
+    A product and what is added to it before it gets its name are one step. A name
+    stands once, also where the region holds several layers.
     """
     steps = [v for v in region.recomputed if _is_step(v)]
     pairs = zip([None, *steps], steps, strict=False)
-    return [_step_label(v) for before, v in pairs if not _continues(before, v)]
+    labels = [_step_label(v) for before, v in pairs if not _continues(before, v)]
+    unnamed = {_step_label(v) for v in steps if not v.name and not v.scope}
+    seen: set[str] = set()
+    first = [x in unnamed or not (x in seen or seen.add(x)) for x in labels]
+    return [x for x, shown in zip(labels, first, strict=True) if shown]
 
 
 def _continues(before: Value | None, value: Value) -> bool:
@@ -304,6 +317,7 @@ def _region_json(region: Region) -> dict[str, Any]:
         "times": region.times * region.calls,
         "kept": [r.label for r in region.kept],
         "recomputed": _steps(region),
+        "inner": [_region_json(inner) for inner in region.inner],
         "names_without_effect": sorted(region.names_without_effect),
         "skipped_dots": [
             {"name": _step_label(v), "primitive": v.primitive, "bytes": v.bytes}
