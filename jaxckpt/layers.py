@@ -97,6 +97,13 @@ def run_layers(
     return traced.carry_tree.unflatten(after), _outputs(traced, outputs, given[-1])
 
 
+def check_form(form: str | None) -> None:
+    """Raise `ScheduleError` for a form that there is not."""
+    if form is not None and form not in FORMS:
+        hint = did_you_mean(str(form), FORMS)
+        raise ScheduleError(f"`form={form!r}` is not known. {hint}")
+
+
 def _form(
     form: str | None, scan: bool, nodes: Sequence[Node], inputs: Sequence[Any]
 ) -> str:
@@ -105,10 +112,7 @@ def _form(
             return "unrolled"
         without_remat = all(isinstance(node, Keep) for node in nodes)
         return "scan" if without_remat or _types_change(inputs) else "explicit"
-    if form not in FORMS:
-        raise ScheduleError(
-            f"`form={form!r}` is not known. {did_you_mean(form, FORMS)}"
-        )
+    check_form(form)
     if not scan and form != "unrolled":
         raise ScheduleError(
             f"`scan=False` and `form={form!r}` contradict each other: that form is "

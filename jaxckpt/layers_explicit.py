@@ -25,7 +25,7 @@ from jaxckpt import _jax
 from jaxckpt.graph.gradient import is_inexact
 from jaxckpt.layers_body import Flat, LayerProgram
 from jaxckpt.layers_plain import Plain, by_part, flattened, joined
-from jaxckpt.layers_runs import Run, find_runs
+from jaxckpt.layers_runs import Run, find_runs, straight
 from jaxckpt.layers_tape import Tape
 from jaxckpt.policy_algebra import Nothing
 from jaxckpt.schedule_tree import Keep, Node, Remat, Segment, keeps_input_only
@@ -292,13 +292,9 @@ class Engine:
                 part, given, start, kept, d_carry, d_outputs, d_consts, alone=alone
             )
         if alone:
-            # Without this the compiler would take the first run for the second, or
-            # begin the second long before its turn.
-            start, kept, d_carry = lax.optimization_barrier(
-                (jnp.asarray(start, jnp.int32), kept, d_carry)
-            )
+            start, kept, d_carry = _in_turn(part, start, kept, d_carry)
         if isinstance(part, Segment) and isinstance(part.policy, Nothing):
-            runs = find_runs(part.children)
+            runs = straight(find_runs(part.children))
             _, _, inner = self._forward_runs(
                 runs, given, start, kept, alone=True, again=True
             )
@@ -339,6 +335,19 @@ class Engine:
         policy = part.policy if isinstance(part, Remat) else None
         fn = self.program.under(policy, prevent_cse=alone)
         return Tape.of_layer(self.program, fn, self.wrt.flat)
+
+
+def _in_turn(part: Node, start: Any, kept: Kept, d_carry: Flat) -> Any:
+    """Return the inputs of a part's backward pass, bound to its turn by a barrier.
+
+    Without it the compiler would take the first run for the second, or begin the second
+    long before its turn. Of a kept layer only the parameters are fetched again.
+    """
+    start = jnp.asarray(start, jnp.int32)
+    if isinstance(part, Keep):
+        start, d_carry = lax.optimization_barrier((start, d_carry))
+        return start, kept, d_carry
+    return lax.optimization_barrier((start, kept, d_carry))
 
 
 def _keeps_input_only(part: Any) -> bool:

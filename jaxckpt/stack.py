@@ -7,7 +7,9 @@ from typing import Any
 from flax import nnx
 
 from jaxckpt.errors import WorkloadError
+from jaxckpt.layers import check_form
 from jaxckpt.schedule import as_schedule
+from jaxckpt.stack_call import How
 from jaxckpt.stack_call import use as use
 from jaxckpt.stack_linen import LinenStack, linen_factory
 from jaxckpt.stack_nnx import NNXStack
@@ -19,6 +21,7 @@ def Stack(  # noqa: N802 - it makes a Module, as a class would
     *,
     schedule: Any = None,
     scan: bool = True,
+    form: str | None = None,
     rngs: nnx.Rngs | None = None,
     partition_name: str | None = None,
     label: str | None = None,
@@ -40,6 +43,8 @@ def Stack(  # noqa: N802 - it makes a Module, as a class would
             `jaxckpt.schedule.as_schedule` takes; None for no remat. `jaxckpt.use`
             replaces it from outside.
         scan: Whether equal layers run in a loop; else they stand one after another.
+        form: As for `jaxckpt.run_layers`: None for the one that takes the least memory,
+            `"scan"` where the stack itself is differentiated in forward mode.
         rngs: For nnx: where initial parameters come from.
         partition_name: Mesh axis or logical axis of the layer axis, for parameters that
             carry partitioning metadata.
@@ -65,10 +70,10 @@ def Stack(  # noqa: N802 - it makes a Module, as a class would
     rule = as_schedule(schedule)
     _check_depth(num_layers)
     rule.nodes(num_layers)
+    check_form(form)
     options = {
         "num_layers": num_layers,
-        "schedule": rule,
-        "scan": scan,
+        "how": How(rule, scan, form),
         "partition_name": partition_name,
     }
     factory = linen_factory(block)

@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxckpt.errors import WorkloadError
+from jaxckpt.layers import check_form
 from jaxckpt.schedule import Schedule, as_schedule
 
 # Part of the key of every trace, so that a jitted function is traced again for another.
 _active = jax.make_user_context(None)
 
 
+@dataclass(frozen=True)
+class How:
+    """How a stack runs its layers.
+
+    Attributes:
+        schedule: Which of them are rematerialised, and how.
+        scan: Whether equal layers run in a loop.
+        form: As for `run_layers`; None for the one that takes the least memory.
+    """
+
+    schedule: Schedule
+    scan: bool = True
+    form: str | None = None
+
+    def now(self) -> How:
+        """Return it with what the innermost `use` replaces."""
+        active = _active.value
+        if active is None:
+            return self
+        schedule, form = active
+        return How(schedule, self.scan, self.form if form is None else form)
+
+
 @contextlib.contextmanager
-def use(schedule: Any) -> Iterator[Schedule]:
+def use(schedule: Any, *, form: str | None = None) -> Iterator[Schedule]:
     """Give a schedule to every `Stack` that is called inside, in place of its own.
 
     Args:
         schedule: Whatever `jaxckpt.schedule.as_schedule` takes; None for no remat.
+        form: The form to run it in (see `run_layers`); None for the Stack's own.
+
+    Raises:
+        ScheduleError: The schedule or the form is none.
 
     Example:
         >>> with use("every(4)") as schedule:
@@ -28,13 +57,9 @@ def use(schedule: Any) -> Iterator[Schedule]:
         'every(4)'
     """
     rule = as_schedule(schedule)
-    with _active(rule):
+    check_form(form)
+    with _active((rule, form)):
         yield rule
-
-
-def active_schedule() -> Schedule | None:
-    """Return the schedule of the innermost `use`, or None outside of any."""
-    return _active.value
 
 
 class LayerCall:

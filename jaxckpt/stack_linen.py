@@ -15,8 +15,8 @@ from flax.core import lift, meta
 from flax.linen import transforms
 
 from jaxckpt.layers import run_layers
-from jaxckpt.schedule import Schedule, none
-from jaxckpt.stack_call import LayerCall, active_schedule
+from jaxckpt.schedule import none
+from jaxckpt.stack_call import How, LayerCall
 
 
 class LinenStack(nn.Module):
@@ -25,16 +25,14 @@ class LinenStack(nn.Module):
     Attributes:
         block: Makes one layer.
         num_layers: How many.
-        schedule: Which of them are rematerialised, and how.
-        scan: Whether equal layers run in a loop.
+        how: Which of them are rematerialised, and in what form they run.
         partition_name: Name of the layer axis in partitioning metadata.
         label: How to call a layer in errors.
     """
 
     block: functools.partial[nn.Module]
     num_layers: int
-    schedule: Schedule
-    scan: bool = True
+    how: How
     partition_name: str | None = None
     label: str = "a layer"
 
@@ -43,8 +41,7 @@ class LinenStack(nn.Module):
         """Run the layers; return the last carry, and the outputs if there are any."""
         options = _Options(
             self.num_layers,
-            active_schedule() or self.schedule,
-            self.scan,
+            self.how.now(),
             self.partition_name,
             self.label,
         )
@@ -57,8 +54,7 @@ class LinenStack(nn.Module):
 @dataclasses.dataclass(frozen=True)
 class _Options:
     num_layers: int
-    schedule: Schedule
-    scan: bool
+    how: How
     partition_name: str | None
     label: str
 
@@ -122,12 +118,14 @@ def _run(
     # While initialising, parameters are made inside and nothing is differentiated.
     scopes = jax.tree.leaves(scope_fn(variables, rngs))
     initializing = any(scope.flags.get("initializing") for scope in scopes)
+    how = How(none()) if initializing else options.how
     carry, (outputs, updated) = run_layers(
         body,
         carry,
         (jnp.arange(options.num_layers), meta.remove_axis(variables, 0, axis)),
-        none() if initializing else options.schedule,
-        scan=options.scan or initializing,
+        how.schedule,
+        scan=how.scan,
+        form=how.form,
         label=options.label,
     )
     return call.result(carry, outputs), meta.add_axis(updated, 0, axis)

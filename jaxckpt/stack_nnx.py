@@ -11,8 +11,7 @@ from flax import nnx
 from flax.nnx import spmd
 
 from jaxckpt.layers import run_layers
-from jaxckpt.schedule import Schedule
-from jaxckpt.stack_call import LayerCall, active_schedule
+from jaxckpt.stack_call import How, LayerCall
 
 
 class NNXStack(nnx.Module):
@@ -21,8 +20,7 @@ class NNXStack(nnx.Module):
     Attributes:
         layers: One layer whose variables have a leading axis of layers.
         num_layers: How many.
-        schedule: Which of them are rematerialised, and how.
-        scan: Whether equal layers run in a loop.
+        how: Which of them are rematerialised, and in what form they run.
         partition_name: Name of the layer axis in partitioning metadata.
         label: How to call a layer in errors.
     """
@@ -32,15 +30,13 @@ class NNXStack(nnx.Module):
         block: Callable[..., Any],
         *,
         num_layers: int,
-        schedule: Schedule,
-        scan: bool,
+        how: How,
         partition_name: str | None,
         label: str,
         rngs: nnx.Rngs,
     ) -> None:
         self.num_layers = num_layers
-        self.schedule = schedule
-        self.scan = scan
+        self.how = how
         self.partition_name = partition_name
         self.label = label
 
@@ -58,7 +54,7 @@ class NNXStack(nnx.Module):
         """
         axis = {nnx.PARTITION_NAME: self.partition_name}
         graphdef, state = nnx.split(self.layers)
-        call = LayerCall(carry, self.label)
+        call, how = LayerCall(carry, self.label), self.how.now()
         keys = jax.tree.map(_draw, (args, kwargs), is_leaf=_is_rngs)
 
         def body(carry: Any, layer: Any) -> Any:
@@ -76,8 +72,9 @@ class NNXStack(nnx.Module):
             body,
             carry,
             (jnp.arange(self.num_layers), state),
-            active_schedule() or self.schedule,
-            scan=self.scan,
+            how.schedule,
+            scan=how.scan,
+            form=how.form,
             label=self.label,
         )
         nnx.update(self.layers, updated)
