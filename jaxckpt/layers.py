@@ -10,15 +10,19 @@ The rule for the form, with the peaks that it comes from: GiB of a Llama-3-1b Ad
 step, batch 4 x 4096, for an absent H100 (jax 0.10.2; `benchmarks/forms.py`).
 
     schedule                                explicit    scan   unrolled
-    none                                       65.40   65.40        -
-    full                                       22.13   25.75    26.72
-    every(4)                                   32.92   34.29        -
-    nested(4, 2)                               27.89   31.31        -
-    12 layers keep A, 4 keep A + gate, up      24.68   28.29    30.25
+    none                                       55.94   57.74      39.24
+    full                                       22.06   22.48      25.34
+    every(4)                                   24.23   32.41      26.04
+    nested(4, 2)                               22.20   30.03      25.68
+    remat_every(2)                             39.96   42.68      32.69
+    12 layers keep A, 4 keep A + gate, up      24.40   28.18      29.59
+
+A is query, key and value, context and log-sum-exp, and the projection out.
 
 So `explicit` wherever something is rematerialised, and `scan` where nothing is: the
 program is then what JAX makes of a plain scan, forward mode included. `unrolled` only
-where it is asked for.
+where it is asked for: it takes long to compile, though the compiler stores less of a
+layer that keeps everything, since it fuses elementwise work into what reads it.
 """
 
 from __future__ import annotations
