@@ -115,6 +115,8 @@ def test_unrolled_layers_equal_scanned_ones():
         {"policy": "full"},
         {"policy": "save(out_proj, mlpwi)", "loss_chunks": 2},
         {"policy": "dots", "attention": "xla"},
+        {"schedule": "every(2)"},
+        {"schedule": "remat_every(2)", "policy": "save(out_proj)", "scan": False},
     ],
     ids=str,
 )
@@ -122,6 +124,32 @@ def test_setting_changes_neither_loss_nor_gradients(settings):
     chex.assert_trees_all_close(
         _loss_and_gradients(**settings), _loss_and_gradients(), rtol=2e-5, atol=1e-7
     )
+
+
+RULES = [
+    {"policy": "full"},
+    {"policy": "dots"},
+    {"schedule": "every(2)"},
+    {"schedule": "every(5)"},
+    {"schedule": "remat_every(2)"},
+    {"schedule": "sqrt()"},
+    {"schedule": "nested(2, 2)"},
+    {"schedule": "binomial(3)"},
+]
+
+
+@functools.cache
+def _losses_after_60_steps(scan=True, **rule):
+    result = train(gpt.tiny(dtype="float32", scan=scan, **rule), steps=60)
+    return result.final_loss, result.validation_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rule_trains_to_the_same_losses(rule, scan):
+    plain = _losses_after_60_steps(policy="none")
+    chex.assert_trees_all_close(_losses_after_60_steps(scan, **rule), plain, rtol=1e-6)
 
 
 # Each pair of settings once.
