@@ -182,8 +182,9 @@ def _named_carry(closed: Any, count: int) -> Any:
     """
     jaxpr = _jax.open_jaxpr(closed)
     carries = jaxpr.invars[:count]
-    named = {e.invars[0] for e in jaxpr.eqns if _jax.bound_name(e) is not None}
-    if any(v in named for v in carries):
+    names = (e for e in jaxpr.eqns if _jax.bound_name(e) is not None)
+    named = [e.invars[0] for e in names]
+    if any(v is x for v in carries for x in named):
         return closed
     flat = _jax.jaxpr_function(closed)
 

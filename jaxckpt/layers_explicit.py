@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _jax
-from jaxckpt.graph.gradient import is_inexact
+from jaxckpt.graph.gradient import STACK_FUNCTION, is_inexact
 from jaxckpt.layers_body import Flat, LayerProgram
 from jaxckpt.layers_plain import Plain, by_part, flattened, joined
 from jaxckpt.layers_runs import Run, find_runs, straight
@@ -44,8 +44,7 @@ def run_explicit(
     """Run the nodes over stacked parameters `[layers, ...]`, all flat."""
     plain = Plain(program, scan=True)
 
-    @jax.custom_vjp
-    def jaxckpt_layers(consts: Flat, carry: Flat, stacked: Flat) -> tuple[Flat, Flat]:
+    def primal(consts: Flat, carry: Flat, stacked: Flat) -> tuple[Flat, Flat]:
         return plain(nodes, consts, carry, stacked)
 
     def forward(consts: Flat, carry: Flat, stacked: Flat) -> Any:
@@ -53,14 +52,15 @@ def run_explicit(
         engine = Engine(program, tuple(nodes), wrt)
         given = Arrays(_values(consts), _values(stacked))
         carry, outputs, kept = engine.forward(given, _values(carry))
-        backward = functools.partial(engine.backward)
-        return (carry, outputs), jax.tree_util.Partial(backward, given, kept)
+        return (carry, outputs), jax.tree_util.Partial(engine.backward, given, kept)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         return residuals(*cotangents)
 
-    jaxckpt_layers.defvjp(forward, backward, symbolic_zeros=True)
-    return jaxckpt_layers(consts, carry, stacked)
+    primal.__name__ = STACK_FUNCTION  # how `graph` knows it
+    stack = jax.custom_vjp(primal)
+    stack.defvjp(forward, backward, symbolic_zeros=True)
+    return stack(consts, carry, stacked)
 
 
 @jax.tree_util.register_dataclass

@@ -94,7 +94,6 @@ def _repetition(runs: Sequence[Run]) -> tuple[int, int]:
     return best
 
 
-
 def straight(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Return the runs of a segment, part after part if it holds few layers.
 

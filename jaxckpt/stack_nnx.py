@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import spmd
 
+from jaxckpt.errors import WorkloadError
 from jaxckpt.layers import run_layers
 from jaxckpt.stack_call import How, LayerCall
 
@@ -39,62 +40,125 @@ class NNXStack(nnx.Module):
         self.how = how
         self.partition_name = partition_name
         self.label = label
-
-        @nnx.split_rngs(splits=num_layers)
-        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: partition_name})
-        def make(rngs: nnx.Rngs) -> Any:
-            return block(rngs=rngs)
-
-        self.layers = make(rngs)
+        self.layers = _make(block, num_layers, partition_name, label, rngs)
 
     def __call__(self, carry: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the layers; return the last carry, and the outputs if there are any.
 
-        An `nnx.Rngs` among the arguments gives each layer streams of its own.
+        An `nnx.Rngs` among the arguments gives each layer streams of its own. Another
+        Module is shared by the layers: its state goes from each to the next.
         """
         axis = {nnx.PARTITION_NAME: self.partition_name}
         graphdef, state = nnx.split(self.layers)
         call, how = LayerCall(carry, self.label), self.how.now()
-        keys = jax.tree.map(_draw, (args, kwargs), is_leaf=_is_rngs)
+        shared = _Shared((args, kwargs))
 
         def body(carry: Any, layer: Any) -> Any:
-            index, state = layer
+            (carry, passed), (index, state) = carry, layer
             module = nnx.merge(graphdef, spmd.remove_axis(state, 0, axis))
-            args, kwargs = jax.tree.map(
-                lambda x: x.of_layer(index) if isinstance(x, _Keys) else x,
-                keys,
-                is_leaf=lambda x: isinstance(x, _Keys),
-            )
+            (args, kwargs), others = shared.of_layer(index, passed)
             carry, output = call.pair(module(carry, *args, **kwargs))
-            return carry, (output, spmd.add_axis(nnx.state(module), 0, axis))
+            updated = spmd.add_axis(nnx.state(module), 0, axis)
+            return (carry, shared.passed_on(others)), (output, updated)
 
-        carry, (outputs, updated) = run_layers(
+        (carry, passed), (outputs, updated) = run_layers(
             body,
-            carry,
+            (carry, shared.state),
             (jnp.arange(self.num_layers), state),
             how.schedule,
             scan=how.scan,
             form=how.form,
             label=self.label,
         )
-        nnx.update(self.layers, updated)
+        _write_changed(self.layers, state, updated)
+        _write_changed(shared.modules, shared.state, passed)
         return call.result(carry, outputs)
 
 
-class _Keys:
-    """A key for each random stream of an `nnx.Rngs`, drawn once for all layers."""
+def _make(
+    block: Callable[..., Any],
+    num_layers: int,
+    partition_name: str | None,
+    label: str,
+    rngs: nnx.Rngs,
+) -> Any:
+    """Make the layers at once, each with random streams of its own."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.keys = {name: stream() for name, stream in rngs.items()}
+    @nnx.split_rngs(splits=num_layers)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: partition_name})
+    def make(rngs: nnx.Rngs) -> Any:
+        return block(rngs=rngs)
 
-    def of_layer(self, index: Any) -> nnx.Rngs:
-        folded = {n: jax.random.fold_in(k, index) for n, k in self.keys.items()}
-        return nnx.Rngs(**folded)
+    try:
+        return make(rngs)
+    except ValueError as error:
+        if "trace level" not in str(error):
+            raise
+        raise WorkloadError(
+            f"{label} takes a Module or Variable of the outside into itself. The "
+            "layers of a Stack have variables of their own; give what they share as an "
+            "argument of the call."
+        ) from error
 
 
-def _is_rngs(value: Any) -> bool:
-    return isinstance(value, nnx.Rngs)
+class _Shared:
+    """The arguments that all layers get, nnx state among them.
+
+    Attributes:
+        modules: The Modules among them.
+        state: What of these may change, from layer to layer: all but parameters.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self.leaves, self.tree = jax.tree.flatten(arguments, is_leaf=_has_state)
+        self.keys = {
+            i: {name: stream() for name, stream in x.items()}
+            for i, x in enumerate(self.leaves)
+            if isinstance(x, nnx.Rngs)
+        }
+        self.places = [
+            i for i, x in enumerate(self.leaves) if _has_state(x) and i not in self.keys
+        ]
+        self.modules = [self.leaves[i] for i in self.places]
+        self.graphdef, self.params, self.state = nnx.split(self.modules, nnx.Param, ...)
+
+    def of_layer(self, index: Any, state: Any) -> tuple[Any, list[Any]]:
+        """Return the arguments of one layer, and the Modules among them."""
+        leaves = list(self.leaves)
+        for place, keys in self.keys.items():
+            folded = {n: jax.random.fold_in(key, index) for n, key in keys.items()}
+            leaves[place] = nnx.Rngs(**folded)
+        modules = nnx.merge(self.graphdef, self.params, state)
+        for place, module in zip(self.places, modules, strict=True):
+            leaves[place] = module
+        return self.tree.unflatten(leaves), modules
+
+    def passed_on(self, modules: list[Any]) -> Any:
+        """Return the state for the next layer."""
+        return nnx.split(modules, nnx.Param, ...)[2]
 
 
-def _draw(value: Any) -> Any:
-    return _Keys(value) if _is_rngs(value) else value
+def _has_state(value: Any) -> bool:
+    return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Pytree, nnx.Variable))
+
+
+def _write_changed(target: Any, before: Any, after: Any) -> None:
+    """Update the variables of a Module that are other arrays than before.
+
+    The rest stays untouched, so that a Module that only computes can be called where
+    its variables may not be written: inside a transformation that closes over it.
+    """
+    old = dict(nnx.to_flat_state(before))
+    changed = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if path not in old or not _same_arrays(old[path], variable)
+    ]
+    if changed:
+        nnx.update(target, nnx.from_flat_state(changed))
+
+
+def _same_arrays(one: Any, other: Any) -> bool:
+    before, after = jax.tree.leaves(one), jax.tree.leaves(other)
+    same = (x is y for x, y in zip(before, after, strict=False))
+    return len(before) == len(after) and all(same)
