@@ -142,7 +142,7 @@ def called_jaxpr(eqn: Any) -> Any | None:
     """Return the jaxpr of a plain call (`jit` and the like), else None."""
     if eqn.primitive.name in ("jit", "pjit"):
         return open_jaxpr(eqn.params["jaxpr"])
-    if eqn.primitive.name in ("closed_call", "core_call"):
+    if eqn.primitive.name in ("closed_call", "core_call", "eval_jaxpr"):
         return open_jaxpr(eqn.params["call_jaxpr"])
     return None
 

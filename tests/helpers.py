@@ -16,6 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxckpt
+from jaxckpt import _jax
 from jaxckpt.graph.flops import equations
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -293,6 +294,142 @@ def run_python(source, **environment):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@dataclass(frozen=True)
+class Mixed(jaxckpt.Schedule):
+    """All kinds of nodes, for any depth: each part of `parts` as deep as there is room.
+
+    Its text is no schedule's: give it as an object.
+    """
+
+    def _nodes(self, num_layers):
+        parts = [
+            jaxckpt.Remat(jaxckpt.save("up"), 1),
+            jaxckpt.Segment(
+                [jaxckpt.Remat(jaxckpt.save("down"), 1), jaxckpt.Keep(1)],
+                jaxckpt.save("up"),
+            ),
+            jaxckpt.Keep(1),
+            jaxckpt.Segment([jaxckpt.Keep(1), jaxckpt.Remat(jaxckpt.save("up"), 2)]),
+            jaxckpt.Remat(jaxckpt.save("up", "down"), 2),
+            jaxckpt.Segment(jaxckpt.Segment(jaxckpt.Keep(2))),
+        ]
+        for part in parts:
+            if part.layers <= num_layers:
+                num_layers -= part.layers
+                yield part
+        if num_layers:
+            yield jaxckpt.Keep(num_layers)
+
+    def __str__(self):
+        return "mixed"
+
+
+# Schedules for any depth. The plain ones keep layer inputs only, or everything of a
+# layer; the policies of the others are for layers that name `up` and `down`.
+PLAIN_SCHEDULES = {
+    str(schedule): schedule
+    for schedule in (
+        jaxckpt.none(),
+        jaxckpt.full(),
+        jaxckpt.every(2),
+        jaxckpt.every(5),
+        jaxckpt.remat_every(2),
+        jaxckpt.sqrt(),
+        jaxckpt.nested(2, 2),
+        jaxckpt.nested(3),
+        jaxckpt.binomial(3),
+    )
+}
+SCHEDULES = PLAIN_SCHEDULES | {
+    str(schedule): schedule
+    for schedule in (
+        jaxckpt.remat_every(3, jaxckpt.save("up")),
+        jaxckpt.uniform(jaxckpt.save("up")),
+        Mixed(),
+    )
+}
+FORMS = "explicit", "scan", "unrolled"
+
+
+def counting_layer(x, w):
+    """A layer of a stack with one product, one tanh and the names `up` and `down`.
+
+    The gradient reads the result of the tanh, so that it is in the gradient's program
+    once for each run of a layer.
+    """
+    up = named(jnp.tanh(x @ w), "up")
+    return x + jnp.sin(named(up * up, "down")), jnp.sum(up)
+
+
+def layer_forwards(fn, *args):
+    """Return how often `counting_layer` runs in the gradient of a scalar function."""
+    program = jax.make_jaxpr(jax.grad(fn, argnums=(0, 1)))(*args)
+    return count(_jax.without_dead_code(program), "tanh")
+
+
+def interpret(fn, *args):
+    """Return `fn(*args)`, its traced program run by operation: nothing compiles whole.
+
+    The operations are compiled one by one and kept, so that programs of the same small
+    arrays run at once.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    results = _interpret(closed, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _interpret(closed, args):
+    jaxpr = _jax.open_jaxpr(closed)
+    values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+    for eqn in jaxpr.eqns:
+        inputs = [
+            v.val if isinstance(v, _jax.Literal) else values[v] for v in eqn.invars
+        ]
+        values |= zip(eqn.outvars, _operation(eqn, inputs), strict=True)
+    outs = jaxpr.outvars
+    return [v.val if isinstance(v, _jax.Literal) else values[v] for v in outs]
+
+
+def _operation(eqn, inputs):
+    if eqn.primitive.name == "scan":
+        return _loop(eqn, inputs)
+    if eqn.primitive.name == "optimization_barrier":
+        return inputs
+    inner = list(_jax.inner_jaxprs(eqn).values())
+    if inner and eqn.primitive.name != "cond":
+        return _interpret(inner[0], inputs)
+    results = eqn.primitive.bind(*inputs, **eqn.params)
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _loop(eqn, inputs):
+    consts, carries = _jax.scan_counts(eqn)
+    consts, carry, xs = np.split(np.arange(len(inputs)), [consts, consts + carries])
+    fixed, carry, xs = ([inputs[i] for i in part] for part in (consts, carry, xs))
+    xs = [_in_numpy(x) for x in xs]
+    length, outputs = eqn.params["length"], []
+    steps = range(length)
+    for i in reversed(steps) if eqn.params["reverse"] else steps:
+        body = eqn.params["jaxpr"]
+        results = _interpret(body, [*fixed, *carry, *(x[i] for x in xs)])
+        carry = results[: len(carry)]
+        outputs.append(results[len(carry) :])
+    if eqn.params["reverse"]:
+        outputs.reverse()
+    return [*carry, *(_stacked(ys) for ys in zip(*outputs, strict=True))]
+
+
+def _in_numpy(x):
+    """Return an array in NumPy, where slicing compiles nothing; keys as they are."""
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+
+def _stacked(xs):
+    is_key = jnp.issubdtype(xs[0].dtype, jax.dtypes.prng_key)
+    return jnp.stack(xs) if is_key else np.stack(xs)
 
 
 def _sorted(x):
