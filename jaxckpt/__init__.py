@@ -31,6 +31,7 @@ from jaxckpt.schedule import Remat as Remat
 from jaxckpt.schedule import Schedule as Schedule
 from jaxckpt.schedule import Segment as Segment
 from jaxckpt.schedule import binomial as binomial
+from jaxckpt.schedule import combine as combine
 from jaxckpt.schedule import every as every
 from jaxckpt.schedule import full as full
 from jaxckpt.schedule import nested as nested

@@ -301,10 +301,37 @@ def constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:
     return close_jaxpr(opened), list(closed.consts)
 
 
-def select_outputs(closed: Any, wanted: Sequence[bool]) -> Any:
-    """Return a closed jaxpr with some of its outputs only; its inputs stay."""
-    live, _ = _pe.dce_jaxpr(open_jaxpr(closed), list(wanted), instantiate=True)
+def select_outputs(closed: Any, wanted: Sequence[bool], *, effects: bool = True) -> Any:
+    """Return a closed jaxpr with some of its outputs only; its inputs stay.
+
+    Args:
+        closed: A closed jaxpr.
+        wanted: Which outputs, in order.
+        effects: Whether operations with effects (callbacks) stay that no output needs.
+    """
+    jaxpr = open_jaxpr(closed)
+    if not effects:
+        jaxpr = _without_unread(jaxpr, wanted)
+    live, _ = _pe.dce_jaxpr(jaxpr, list(wanted), instantiate=True)
     return with_jaxpr(closed, live)
+
+
+def _without_unread(jaxpr: Any, wanted: Sequence[bool]) -> Any:
+    read = {id(v) for v, w in zip(jaxpr.outvars, wanted, strict=True) if w}
+    kept: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(v) in read for v in eqn.outvars):
+            read.update(map(id, eqn.invars))
+            kept.insert(0, eqn)
+    effects = frozenset().union(*(eqn.effects for eqn in kept))
+    return jaxpr.replace(eqns=kept, effects=effects)
+
+
+def vmapped_axes(closed: Any) -> set[Any]:
+    """Return the names of `vmap` axes that a program's collectives go over."""
+    effects = open_jaxpr(closed).effects
+    names = {e.name for e in effects if type(e).__name__ == "NamedAxisEffect"}
+    return names - set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def abstract_array(aval: Any, leading: int | None = None) -> jax.ShapeDtypeStruct:

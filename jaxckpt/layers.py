@@ -63,7 +63,7 @@ def run_layers(
         body: `body(carry, layer) -> (carry, outputs)`. It may close over arrays, which
             all layers then share and which get gradients too.
         carry: What the first layer takes: arrays whose types do not change. The carry
-            of each layer has the value name `decoder_layer_input`, where the body does
+            of each layer has the value name `layer_input`, where the body does
             not name it at its top.
         stacked: Parameters and whatever else each layer has of its own, `[L, ...]`.
         schedule: Whatever `jaxckpt.schedule.as_schedule` takes; None for no remat.
@@ -91,9 +91,9 @@ def run_layers(
         ((2, 4), (6,))
     """
     nodes = as_schedule(schedule).nodes(_num_layers(stacked))
-    chosen = _form(form, scan, nodes, jax.tree.leaves((carry, stacked)))
     traced = trace_body(body, carry, stacked, label)
     given = traced.consts, traced.carry, jax.tree.leaves(stacked)
+    chosen = _form(form, scan, nodes, traced, given[-1])
     if chosen == "explicit":
         after, outputs = run_explicit(traced.program, nodes, *given)
     else:
@@ -109,13 +109,21 @@ def check_form(form: str | None) -> None:
 
 
 def _form(
-    form: str | None, scan: bool, nodes: Sequence[Node], inputs: Sequence[Any]
+    form: str | None,
+    scan: bool,
+    nodes: Sequence[Node],
+    traced: TracedBody,
+    stacked: Sequence[Any],
 ) -> str:
     if form is None:
         if not scan:
             return "unrolled"
-        without_remat = all(isinstance(node, Keep) for node in nodes)
-        return "scan" if without_remat or _types_change(inputs) else "explicit"
+        if all(isinstance(node, Keep) for node in nodes):
+            return "scan"
+        # JAX traces the rules of a `custom_vjp` where the axes of a `vmap` are unknown.
+        over_axes = _jax.vmapped_axes(traced.program.closed)
+        changed = _types_change([*traced.consts, *traced.carry, *stacked])
+        return "scan" if over_axes or changed else "explicit"
     check_form(form)
     if not scan and form != "unrolled":
         raise ScheduleError(

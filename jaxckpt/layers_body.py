@@ -22,7 +22,7 @@ Flat = list[Any]
 LayerFunction = Callable[[Flat, Flat, Flat], Any]
 """`(consts, carry, layer) -> (carry, outputs)`, flat lists."""
 
-CARRY_NAME = "decoder_layer_input"
+CARRY_NAME = "layer_input"
 
 
 @dataclass(frozen=True, eq=False)

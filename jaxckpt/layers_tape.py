@@ -159,7 +159,7 @@ class Tape:
         total = len(_jax.open_jaxpr(self._traced.closed).outvars)
         wanted = {count + i for i in self._again}
         closed = _jax.select_outputs(
-            self._traced.closed, [i in wanted for i in range(total)]
+            self._traced.closed, [i in wanted for i in range(total)], effects=False
         )
         shared = self._consts + self._carry
         carry = _jax.open_jaxpr(closed).invars[self._consts : shared]

@@ -10,266 +10,23 @@ tree of it. Both meanings of "checkpoint every n" are here, and they differ:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
-
 from jaxckpt.errors import ScheduleError
 from jaxckpt.policy import Policy, parse_policy, save_nothing
-from jaxckpt.schedule_tree import (
-    NODES,
-    canonical,
-    check_count,
-    check_depth,
-    check_nodes,
-    check_policy,
-    count_forwards,
-    count_layers,
-    filled,
-    nodes_text,
-    policy_text,
+from jaxckpt.schedule_rules import (
+    Binomial,
+    Every,
+    Nested,
+    RematEvery,
+    Sqrt,
+    Tree,
+    Uniform,
 )
+from jaxckpt.schedule_rules import Schedule as Schedule
+from jaxckpt.schedule_tree import NODES
 from jaxckpt.schedule_tree import Keep as Keep
 from jaxckpt.schedule_tree import Node as Node
 from jaxckpt.schedule_tree import Remat as Remat
 from jaxckpt.schedule_tree import Segment as Segment
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Base of all schedules; build them by functions (`every`, `nested`, ...).
-
-    `str` gives the text form, and `parse_schedule(str(s)) == s`.
-
-    Example:
-        >>> every(4).nodes(10)[-1]
-        Segment(children=(Keep(layers=2),), policy=Nothing())
-        >>> print(every(4).draw(8))
-        every(4) on 8 layers
-          forward   *...*...   * keeps the layer's input, . nothing
-        backward runs again, in order:
-                        ====   layers 4-7
-                    ====       layers 0-3
-        2 layer inputs kept; 16 layer forwards: 8 forward, 8 again
-    """
-
-    def nodes(self, num_layers: int) -> tuple[Node, ...]:
-        """Return the canonical tree for a stack of a given depth.
-
-        Raises:
-            ScheduleError: The depth is no number of layers, or not the schedule's own.
-        """
-        check_count(num_layers, "num_layers", "nodes")
-        nodes = canonical(self._nodes(num_layers))
-        if count_layers(nodes) != num_layers:
-            raise ScheduleError(
-                f"`{self}` holds {count_layers(nodes)} layers, and the stack "
-                f"{num_layers}. Change one of the two."
-            )
-        return nodes
-
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        raise NotImplementedError
-
-    def filled(self, policy: Policy) -> Schedule:
-        """Return the schedule with a policy in the `Remat` leaves that have none.
-
-        Raises:
-            ScheduleError: There is no such leaf.
-        """
-        raise ScheduleError(
-            f"The policy `{policy_text(policy)}` has no place in `{self}`, which says "
-            "by itself what stays. Give the policy alone, or with a schedule that "
-            "leaves it open, such as `remat_every(2)`."
-        )
-
-    def forwards(self, num_layers: int) -> int:
-        """Return how often layers run forward in one gradient (`count_forwards`)."""
-        return count_forwards(self.nodes(num_layers))
-
-    def draw(self, num_layers: int) -> str:
-        """Return the picture: what stays, and what the backward pass runs again."""
-        from jaxckpt.schedule_picture import draw
-
-        return draw(str(self), self.nodes(num_layers))
-
-
-@dataclass(frozen=True)
-class _Uniform(Schedule):
-    policy: Policy | None
-
-    def __post_init__(self) -> None:
-        check_policy(self.policy, "uniform")
-
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        if self.policy is None:
-            return [Keep(num_layers)]
-        return [Remat(self.policy, num_layers)]
-
-    def __str__(self) -> str:
-        text = policy_text(self.policy)
-        return text if text in ("none", "full") else f"uniform({text})"
-
-
-@dataclass(frozen=True)
-class _Every(Schedule):
-    layers: int
-
-    def __post_init__(self) -> None:
-        check_count(self.layers, "layers", "every")
-
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        starts = range(0, num_layers, self.layers)
-        return [Segment(Keep(min(self.layers, num_layers - i))) for i in starts]
-
-    def __str__(self) -> str:
-        return f"every({self.layers})"
-
-
-@dataclass(frozen=True)
-class _RematEvery(Schedule):
-    layers: int
-    policy: Policy | None = None
-
-    def __post_init__(self) -> None:
-        check_count(self.layers, "layers", "remat_every")
-        check_policy(self.policy, "remat_every")
-
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        wrapped = Remat(self.policy, 1)
-        return [Keep(1) if i % self.layers else wrapped for i in range(num_layers)]
-
-    def filled(self, policy: Policy) -> Schedule:
-        return (
-            _RematEvery(self.layers, policy)
-            if self.policy is None
-            else super().filled(policy)
-        )
-
-    def __str__(self) -> str:
-        inside = "" if self.policy is None else f", {policy_text(self.policy)}"
-        return f"remat_every({self.layers}{inside})"
-
-
-@dataclass(frozen=True)
-class _Sqrt(Schedule):
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        sizes = range(1, num_layers + 1)
-        best = min(sizes, key=lambda n: (n + math.ceil(num_layers / n), n))
-        return _Every(best)._nodes(num_layers)
-
-    def __str__(self) -> str:
-        return "sqrt()"
-
-
-@dataclass(frozen=True)
-class _Nested(Schedule):
-    parts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise ScheduleError(
-                "`nested()` needs a number of parts for each level, outermost first: "
-                "`nested(4, 2)` cuts the stack in 4 segments of 2 each."
-            )
-        for part in self.parts:
-            check_count(part, "parts", "nested")
-        check_depth(len(self.parts), "`nested(...)`")
-
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        return _cut(num_layers, self.parts)
-
-    def __str__(self) -> str:
-        return f"nested({', '.join(map(str, self.parts))})"
-
-
-def _cut(num_layers: int, parts: Sequence[int]) -> tuple[Node, ...]:
-    if not parts or num_layers == 1:
-        return (Keep(num_layers),)
-    count = min(parts[0], num_layers)
-    size, larger = divmod(num_layers, count)
-    sizes = [size + 1] * larger + [size] * (count - larger)
-    return tuple(Segment(_cut(n, parts[1:])) for n in sizes)
-
-
-@dataclass(frozen=True)
-class _Binomial(Schedule):
-    slots: int
-
-    def __post_init__(self) -> None:
-        check_count(self.slots, "slots", "binomial")
-
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        check_depth(
-            _repeats(num_layers, self.slots), f"`{self}` on {num_layers} layers"
-        )
-        return _revolve(num_layers, self.slots)
-
-    def __str__(self) -> str:
-        return f"binomial({self.slots})"
-
-
-def _revolve(num_layers: int, slots: int) -> tuple[Node, ...]:
-    """Return R(l, c): a segment of R(k, c), and behind it R(l - k, c - 1)."""
-    nodes: list[Node] = []
-    while num_layers > 1:
-        first = num_layers - 1 if slots == 1 else _first_part(num_layers, slots)
-        nodes.append(Segment(_revolve(first, slots)))
-        num_layers, slots = num_layers - first, slots - 1
-    return (*nodes, Keep(1))
-
-
-@cache
-def _first_part(num_layers: int, slots: int) -> int:
-    """Return how many layers to advance to the next kept input: a k of least cost."""
-
-    def cost(k: int) -> int:
-        again, behind = advances(k, slots), advances(num_layers - k, slots - 1)
-        return k + behind + again
-
-    return min(range(1, num_layers), key=cost)
-
-
-def advances(num_layers: int, slots: int) -> int:
-    """Return t(l, c), the least layer forwards besides the l whose residuals are kept.
-
-    With `r = min { r : C(c + r, c) >= l }`: `t(l, c) = r l - C(c + r, c + 1)`
-    (Griewank and Walther, "Algorithm 799: Revolve", 2000). One slot holds the stack's
-    own input.
-
-    Example:
-        >>> advances(10, 3), advances(100, 5)
-        (15, 316)
-    """
-    repeats = _repeats(num_layers, slots)
-    return repeats * num_layers - math.comb(slots + repeats, slots + 1)
-
-
-def _repeats(num_layers: int, slots: int) -> int:
-    """Return how often a layer runs again at most, and how deep segments nest."""
-    repeats = 0
-    while math.comb(slots + repeats, slots) < num_layers:
-        repeats += 1
-    return repeats
-
-
-@dataclass(frozen=True)
-class _Tree(Schedule):
-    children: tuple[Node, ...]
-
-    def __post_init__(self) -> None:
-        check_nodes(self.children, "tree")
-
-    def _nodes(self, num_layers: int) -> Iterable[Node]:
-        return self.children
-
-    def filled(self, policy: Policy) -> Schedule:
-        children = filled(self.children, policy)
-        return super().filled(policy) if children == self.children else _Tree(children)
-
-    def __str__(self) -> str:
-        return nodes_text(self.children)
 
 
 def none() -> Schedule:
@@ -279,7 +36,7 @@ def none() -> Schedule:
         >>> none().nodes(8)
         (Keep(layers=8),)
     """
-    return _Uniform(None)
+    return Uniform(None)
 
 
 def full() -> Schedule:
@@ -289,7 +46,7 @@ def full() -> Schedule:
         >>> str(full()), full() == uniform("full")
         ('full', True)
     """
-    return _Uniform(save_nothing())
+    return Uniform(save_nothing())
 
 
 def uniform(policy: Policy | str | None) -> Schedule:
@@ -299,7 +56,7 @@ def uniform(policy: Policy | str | None) -> Schedule:
         >>> str(uniform("save(query_proj) | save(out_proj)"))
         'uniform(save(query_proj) | save(out_proj))'
     """
-    return _Uniform(_policy(policy))
+    return Uniform(_policy(policy))
 
 
 def every(layers: int) -> Schedule:
@@ -316,7 +73,7 @@ def every(layers: int) -> Schedule:
         >>> [node.layers for node in every(5).nodes(13)]
         [5, 5, 3]
     """
-    return _Every(layers)
+    return Every(layers)
 
 
 def remat_every(layers: int, policy: Policy | str | None = None) -> Schedule:
@@ -331,7 +88,7 @@ def remat_every(layers: int, policy: Policy | str | None = None) -> Schedule:
         >>> [type(node).__name__ for node in remat_every(3).nodes(7)]
         ['Remat', 'Keep', 'Remat', 'Keep', 'Remat']
     """
-    return _RematEvery(layers, _policy(policy))
+    return RematEvery(layers, _policy(policy))
 
 
 def sqrt() -> Schedule:
@@ -344,7 +101,7 @@ def sqrt() -> Schedule:
         >>> [node.layers for node in sqrt().nodes(16)]
         [4, 4, 4, 4]
     """
-    return _Sqrt()
+    return Sqrt()
 
 
 def nested(*parts: int) -> Schedule:
@@ -358,7 +115,7 @@ def nested(*parts: int) -> Schedule:
         >>> str(nested(2, 2).nodes(8)[0])
         'Segment(2 * Segment(Keep(2)))'
     """
-    return _Nested(parts)
+    return Nested(parts)
 
 
 def binomial(slots: int) -> Schedule:
@@ -374,7 +131,7 @@ def binomial(slots: int) -> Schedule:
         >>> binomial(3).forwards(10)
         25
     """
-    return _Binomial(slots)
+    return Binomial(slots)
 
 
 def tree(*nodes: Node) -> Schedule:
@@ -384,7 +141,7 @@ def tree(*nodes: Node) -> Schedule:
         >>> str(tree(Remat(save_nothing(), 12), Keep(4)))
         'Remat(full, 12), Keep(4)'
     """
-    return _Tree(tuple(nodes))
+    return Tree(tuple(nodes))
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -401,7 +158,7 @@ def parse_schedule(text: str) -> Schedule:
     Example:
         >>> parse_schedule("remat_every(2, save(out_proj))")
         ... # doctest: +NORMALIZE_WHITESPACE
-        _RematEvery(layers=2, policy=Names(names=('out_proj',),
+        RematEvery(layers=2, policy=Names(names=('out_proj',),
         decision=<Decision.SAVE: 'save'>))
     """
     from jaxckpt.schedule_text import parse
@@ -421,15 +178,15 @@ def as_schedule(given: object) -> Schedule:
         (True, True)
     """
     if given is None or isinstance(given, Policy):
-        return _Uniform(given)
+        return Uniform(given)
     if isinstance(given, Schedule):
         return given
     if isinstance(given, str):
         return parse_schedule(given)
     if isinstance(given, NODES):
-        return _Tree((given,))
+        return Tree((given,))
     if isinstance(given, (list, tuple)):
-        return _Tree(tuple(given))
+        return Tree(tuple(given))
     raise ScheduleError(
         f"`schedule={given!r}` is no schedule. Use `jaxckpt.every(4)` and the like, "
         "their text form, a policy, or None for no remat."
@@ -455,7 +212,7 @@ def combine(policy: Policy | str | None, schedule: object) -> Schedule:
     """
     rule = _policy(policy)
     if schedule is None:
-        return _Uniform(rule)
+        return Uniform(rule)
     if rule is not None:
         return as_schedule(schedule).filled(rule)
     if policy is not None:

@@ -207,8 +207,14 @@ def _not_a_node(call: _Call) -> str:
     """Say what is wrong with text that should be a node of a tree."""
     given = call.name or call.text
     nodes = ", ".join(f"`{name}(...)`" for name in _NODES)
+    if call.text in _RULES and call.text not in ("none", "full"):
+        setting = "" if call.text == "sqrt" else "4"
+        return f"`{call.text}` is written as a call: `{call.text}({setting})`."
     if given in _RULES:
-        return f"`{call.text}` stands alone; a tree is made of {nodes}."
+        return (
+            f"`{call.text}` is a whole schedule, and no part of a tree, which is made "
+            f"of {nodes}. Between schedules of a list stands a semicolon."
+        )
     with contextlib.suppress(PolicyError):
         parse_policy(call.text)
         return (

@@ -106,7 +106,7 @@ class Segment:
 Node = Keep | Remat | Segment
 NODES = (Keep, Remat, Segment)
 
-DEEPEST = 100
+DEEPEST = 50
 """How deep segments may stand in segments."""
 
 

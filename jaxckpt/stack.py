@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from flax import nnx
@@ -77,17 +78,11 @@ def Stack(  # noqa: N802 - it makes a Module, as a class would
         "partition_name": partition_name,
     }
     factory = linen_factory(block)
+    label = label or f"`{_name(factory.func if factory else block)}`"
     if factory is not None:
-        label = label or f"`{factory.func.__name__}`"
+        _check_linen(label, linen_fields, rngs)
         return LinenStack(factory, label=label, **options, **linen_fields)
-    if linen_fields or not callable(block) or isinstance(block, nnx.Module):
-        raise WorkloadError(_no_block(block, linen_fields))
-    if rngs is None:
-        raise WorkloadError(
-            "An nnx Stack makes its layers by `block(rngs=rngs)`: give `rngs`, for "
-            "instance `rngs=nnx.Rngs(0)`."
-        )
-    label = label or f"`{getattr(block, '__name__', type(block).__name__)}`"
+    rngs = _check_nnx(block, label, linen_fields, rngs)
     return NNXStack(block, rngs=rngs, label=label, **options)
 
 
@@ -102,14 +97,42 @@ def _check_depth(num_layers: Any) -> None:
         )
 
 
-def _no_block(block: Any, fields: dict[str, Any]) -> str:
-    if fields:
-        return (
-            f"`{next(iter(fields))}` is for linen, and `block={block!r}` is no linen "
-            "Module class, no `functools.partial` of one and no instance."
+def _name(block: Any) -> str:
+    inner = block.func if isinstance(block, functools.partial) else block
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _check_linen(label: str, fields: dict[str, Any], rngs: Any) -> None:
+    unknown = [name for name in fields if name not in ("name", "parent")]
+    if unknown:
+        raise WorkloadError(
+            f"`{unknown[0]}` is no setting of a Stack. A setting of the block is given "
+            f"to the block: `functools.partial({label.strip('`')}, {unknown[0]}=...)`."
         )
-    return (
-        f"`block={block!r}` makes no layers. Give a linen Module class, a "
-        "`functools.partial` of one or an unbound instance; or for nnx a callable that "
-        "takes `rngs`, such as the Module class."
-    )
+    if rngs is not None:
+        raise WorkloadError(
+            f"`rngs` is for nnx, and {label} is a linen Module: give random keys to "
+            "`init` and `apply`."
+        )
+
+
+def _check_nnx(block: Any, label: str, fields: dict[str, Any], rngs: Any) -> nnx.Rngs:
+    """Return `rngs`, checked with the block."""
+    if isinstance(block, nnx.Module) or not callable(block):
+        raise WorkloadError(
+            f"`block` is of type `{type(block).__name__}`, which makes no layers. Give "
+            "a linen Module class, a `functools.partial` of one or an unbound "
+            "instance; or for nnx a callable that takes `rngs`, such as the class."
+        )
+    if fields:
+        raise WorkloadError(
+            f"`{next(iter(fields))}` is no setting of a Stack of {label}, which is no "
+            "linen Module class, no `functools.partial` of one and no instance."
+        )
+    if not isinstance(rngs, nnx.Rngs):
+        raise WorkloadError(
+            f"`rngs={rngs!r}`: an nnx Stack makes its layers by `block(rngs=rngs)` and "
+            "needs an `nnx.Rngs`, for instance `rngs=nnx.Rngs(0)`. (A linen block is "
+            "given as its class or a `functools.partial` of it.)"
+        )
+    return rngs

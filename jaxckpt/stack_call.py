@@ -62,6 +62,19 @@ def use(schedule: Any, *, form: str | None = None) -> Iterator[Schedule]:
         yield rule
 
 
+def check_depth_of(variables: Any, num_layers: int, label: str) -> None:
+    """Raise `WorkloadError` for a variable that is not one of so many layers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        layers = leaf.shape[0] if leaf.ndim else None
+        if layers != num_layers:
+            name = jax.tree_util.keystr(path)
+            raise WorkloadError(
+                f"A Stack of {num_layers} layers of {label} was given the variable "
+                f"`{name}` of shape {tuple(leaf.shape)}. The leading axis of each "
+                f"variable is that of the layers: {num_layers}."
+            )
+
+
 class LayerCall:
     """What a layer returns: the next carry, or a pair of it and an output.
 

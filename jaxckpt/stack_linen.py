@@ -14,9 +14,10 @@ from flax import linen as nn
 from flax.core import lift, meta
 from flax.linen import transforms
 
+from jaxckpt.errors import WorkloadError
 from jaxckpt.layers import run_layers
 from jaxckpt.schedule import none
-from jaxckpt.stack_call import How, LayerCall
+from jaxckpt.stack_call import How, LayerCall, check_depth_of
 
 
 class LinenStack(nn.Module):
@@ -37,7 +38,7 @@ class LinenStack(nn.Module):
     label: str = "a layer"
 
     @nn.compact
-    def __call__(self, carry: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the layers; return the last carry, and the outputs if there are any."""
         options = _Options(
             self.num_layers,
@@ -102,6 +103,7 @@ def _run(
     variables: Any,
     rngs: Any,
     carry: Any,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -117,6 +119,14 @@ def _run(
 
     # While initialising, parameters are made inside and nothing is differentiated.
     scopes = jax.tree.leaves(scope_fn(variables, rngs))
+    own = min((scope.path for scope in scopes), key=len)
+    if any(scope.path[: len(own)] != own for scope in scopes):
+        raise WorkloadError(
+            f"{options.label} holds a Module that belongs to another one. The layers "
+            "of a Stack have variables of their own: make that Module inside the "
+            "block, or with `parent=None`."
+        )
+    check_depth_of(variables, options.num_layers, options.label)
     initializing = any(scope.flags.get("initializing") for scope in scopes)
     how = How(none()) if initializing else options.how
     carry, (outputs, updated) = run_layers(

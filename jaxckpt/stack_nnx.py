@@ -12,7 +12,7 @@ from flax.nnx import spmd
 
 from jaxckpt.errors import WorkloadError
 from jaxckpt.layers import run_layers
-from jaxckpt.stack_call import How, LayerCall
+from jaxckpt.stack_call import How, LayerCall, check_depth_of
 
 
 class NNXStack(nnx.Module):
@@ -42,7 +42,7 @@ class NNXStack(nnx.Module):
         self.label = label
         self.layers = _make(block, num_layers, partition_name, label, rngs)
 
-    def __call__(self, carry: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, carry: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the layers; return the last carry, and the outputs if there are any.
 
         An `nnx.Rngs` among the arguments gives each layer streams of its own. Another
@@ -50,6 +50,7 @@ class NNXStack(nnx.Module):
         """
         axis = {nnx.PARTITION_NAME: self.partition_name}
         graphdef, state = nnx.split(self.layers)
+        check_depth_of(state, self.num_layers, self.label)
         call, how = LayerCall(carry, self.label), self.how.now()
         shared = _Shared((args, kwargs))
 

@@ -14,7 +14,7 @@ from helpers import FORMS, PLAIN_SCHEDULES, SCHEDULES, counting_layer, interpret
 import jaxckpt
 from jaxckpt import run_layers
 from jaxckpt.errors import PolicyError, ScheduleError, WorkloadError
-from jaxckpt.schedule import advances
+from jaxckpt.schedule_rules import advances
 
 DEPTHS = 1, 2, 3, 5, 8, 13
 FEW = "every(2)", "remat_every(3, save(up))", "mixed"

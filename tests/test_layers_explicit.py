@@ -104,9 +104,7 @@ def test_policy_values_are_kept_in_the_layers_marked_so_alone(
     count = inputs + sum(named_layers.values())
     wanted = count * INPUT_BYTES + marks.count("=") * _layer_bytes()
     assert sum(r.bytes for r in residuals) == wanted
-    # From jax 0.12 on, what a segment's policy keeps has no name there.
-    in_segments = any(isinstance(node, Segment) for node in nodes)
-    if "=" not in marks and not (in_segments and _jax.version() >= (0, 12)):
+    if "=" not in marks:
         found = dict.fromkeys(named_layers, 0)
         for r in residuals:
             if r.name in found:

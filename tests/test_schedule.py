@@ -13,7 +13,6 @@ from jaxckpt.schedule import (
     Keep,
     Remat,
     Segment,
-    advances,
     as_schedule,
     binomial,
     combine,
@@ -27,6 +26,7 @@ from jaxckpt.schedule import (
     tree,
     uniform,
 )
+from jaxckpt.schedule_rules import advances
 from jaxckpt.schedule_tree import canonical, count_forwards, count_layers
 
 ODD_NAMES = save("a,b", 'say "x"', "it's", "x|y(", "mlp*") | offload("c")
@@ -346,7 +346,7 @@ def test_a_text_means_its_schedule(text, expected):
         ("every('2)", ["does not close a quote"]),
         ("every(2,)", ["something is missing beside a `,`"]),
         ("evry(2)", ["`evry` is not a schedule", "Did you mean `every`"]),
-        ("every", ["`every` stands alone"]),
+        ("every", ["`every(4)`"]),
         ("nested()", ["`nested()` needs a number of parts"]),
         ("nested(2, 0)", ["`nested(parts=0)`"]),
         ("dots", ["`dots` is a policy", "`uniform(dots)`"]),
@@ -360,12 +360,12 @@ def test_a_text_means_its_schedule(text, expected):
         ("Segment()", ["`Segment()` holds no layers"]),
         ("Segment(Keep(2), polcy=full)", ["unknown argument `polcy`", "`policy`?"]),
         ("Segment(4)", ["`4` is not a schedule", "Keep"]),
-        ("Keep(2), every(2)", ["`every(2)` stands alone", "`Segment(...)`"]),
-        ("full, Keep(2)", ["`full` stands alone", "`Keep(...)`"]),
-        ("Segment(every(2))", ["`every(2)` stands alone"]),
+        ("Keep(2), every(2)", ["`every(2)` is a whole schedule", "`Segment(...)`"]),
+        ("full, Keep(2)", ["`full` is a whole schedule", "`Keep(...)`"]),
+        ("Segment(every(2))", ["`every(2)` is a whole schedule"]),
         ("0 * Keep(2)", ["`0 * ...`", "from 1 to 10000"]),
         ("2.5 * Keep(2)", ["`2.5 * ...`"]),
-        ("Segment(" * 60 + "Keep(1)" + ")" * 60, ["over 50 deep"]),
+        ("Segment(" * 60 + "Keep(1)" + ")" * 60, ["nests segments", "50 levels"]),
         ("99 * Segment(99 * Segment(99 * Keep(1)))", ["over 10000 nodes"]),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -436,7 +436,9 @@ def test_whatever_stands_for_a_schedule_becomes_one(given, expected):
     assert as_schedule(given) == expected
 
 
-@pytest.mark.parametrize("given", [4, 2.5, True, every, []], ids=repr)
+@pytest.mark.parametrize(
+    "given", [4, 2.5, True, every, []], ids=["int", "float", "bool", "function", "list"]
+)
 def test_what_stands_for_no_schedule_is_refused(given):
     with pytest.raises(ScheduleError):
         as_schedule(given)

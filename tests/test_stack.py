@@ -513,9 +513,9 @@ def test_policy_without_effect_names_the_block():
 @pytest.mark.parametrize(
     ("block", "options", "message"),
     [
-        (3, {}, "`block=3` makes no layers.*Module class"),
-        (3, {"name": "layers"}, "`name` is for linen, and `block=3` is no linen"),
-        (lambda rngs: None, {}, "give `rngs`, for instance"),
+        (3, {}, "`int`, which makes no layers.*Module"),
+        (3, {"name": "layers"}, "`int`, which makes no layers"),
+        (lambda rngs: None, {}, "needs an `nnx.Rngs`, for instance"),
     ],
 )
 def test_block_that_makes_no_layers_is_refused(block, options, message):

@@ -337,14 +337,14 @@ def test_block_is_whatever_makes_a_layer_of_rngs(block):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Stack(Plain, 2), WorkloadError, "give `rngs`, for instance"),
+        (lambda: Stack(Plain, 2), WorkloadError, "needs an `nnx.Rngs`"),
         (
             lambda: Stack(Plain(rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0)),
             WorkloadError,
             "makes no layers.*callable that takes `rngs`",
         ),
         (lambda: stack(depth=0), WorkloadError, "`num_layers=0` is not"),
-        (lambda: stack(name="layers"), WorkloadError, "`name` is for linen"),
+        (lambda: stack(name="layers"), WorkloadError, "`name` is no setting"),
         (lambda: stack("Keep(3)"), ScheduleError, "holds 3 layers, and the stack 5"),
         (lambda: stack("uniform(save(upp))")(X), PolicyError, "`upp`.*of `Plain`"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxckpt import _jax
-from jaxckpt.graph.flops import matmul_flops
+from jaxckpt.graph.flops import equations, matmul_flops
 from jaxckpt.graph.gradient import Differentiable, is_stack, struct_of
 from jaxckpt.graph.reads import find_reads, find_recomputed
 from jaxckpt.graph.residuals import Residual, find_residuals
@@ -97,10 +97,20 @@ def find_regions(closed: Any) -> tuple[Region, ...]:
     return tuple(found.values())
 
 
-def layer_scans(closed: Any) -> Iterator[int]:
-    """Yield the lengths of outermost scans with products over the program's inputs."""
+def layer_loops(closed: Any) -> Iterator[int]:
+    """Yield the lengths of loops over layers.
+
+    They are outermost scans with products over the program's inputs, and the scans of a
+    `jaxckpt.Stack`, which may go over parts of them.
+    """
     for length, _ in _layer_scans(closed):
         yield length
+    for eqn, _ in equations(closed):
+        if is_stack(eqn):
+            inside = equations(eqn.params["call_jaxpr"])
+            yield from (
+                e.params["length"] for e, _ in inside if e.primitive.name == "scan"
+            )
 
 
 def _layer_scans(closed: Any) -> Iterator[tuple[int, set[int]]]:

@@ -10,7 +10,7 @@ from typing import Any
 from jaxckpt import _jax
 from jaxckpt.graph.flops import Flops, count_flops, equations, matmul_flops
 from jaxckpt.graph.gradient import Differentiable, without_remat
-from jaxckpt.graph.regions import Region, find_regions, layer_scans
+from jaxckpt.graph.regions import Region, find_regions, layer_loops
 from jaxckpt.graph.residuals import Residual, find_residuals
 from jaxckpt.graph.values import Value, find_values
 from jaxckpt.matmul import find_matmul
@@ -113,8 +113,8 @@ class Graph:
 
     @cached_property
     def scanned_layers(self) -> int:
-        """Length of the longest scan over stacked parameters, 0 where there is none."""
-        return max(layer_scans(self.jaxpr), default=0)
+        """Length of the longest loop over layers, 0 where there is none."""
+        return max(layer_loops(self.jaxpr), default=0)
 
     @cached_property
     def plain(self) -> Graph:

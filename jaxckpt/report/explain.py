@@ -25,7 +25,7 @@ from jaxckpt.schedule import Schedule, combine
 from jaxckpt.schedule_picture import passes_again
 from jaxckpt.schedule_tree import Node, Remat, Segment, count_forwards
 from jaxckpt.workload import Workload
-from jaxckpt.xla.measure import load_traced
+from jaxckpt.xla.measure import load_traced, unused_rule
 
 _SMALL = 1 / 200  # residuals below this share of all are summed up in one row
 
@@ -87,12 +87,20 @@ class Explanation:
         graph: The traced program.
         label: How to call it.
         layers: Which layers are rematerialised, where that is known.
+        advice: Notes to begin with.
     """
 
-    def __init__(self, graph: Graph, label: str, layers: Layers | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        label: str,
+        layers: Layers | None = None,
+        advice: tuple[str, ...] = (),
+    ) -> None:
         self.graph = graph
         self.label = label
         self.layers = layers
+        self.advice = advice
 
     def __str__(self) -> str:
         """Return what `render` prints, in 80 columns."""
@@ -114,7 +122,7 @@ class Explanation:
     @property
     def notes(self) -> tuple[str, ...]:
         """Warnings, names without effect, and products that a policy passes over."""
-        notes = list(warnings_about(self.graph))
+        notes = [*self.advice, *warnings_about(self.graph)]
         for region in self.graph.regions:
             notes += _notes(region)
         return tuple(dict.fromkeys(notes))
@@ -187,12 +195,16 @@ def explain_workload(
         device: What it would run on.
     """
     together = combine(policy, schedule)
-    loaded = load_traced(load, device=device)
+    texts = (None if rule is None else str(rule) for rule in (policy, schedule))
+    policy_text, schedule_text = texts
+    loaded = load_traced(
+        load, device=device, policy=policy_text, schedule=schedule_text
+    )
     depth = loaded.workload.layers
     given = policy is not None or schedule is not None
     layers = Layers(together, depth) if given and depth is not None else None
     label = ", ".join([loaded.label, *_rules(policy, schedule)])
-    return Explanation(loaded.graph, label, layers)
+    return Explanation(loaded.graph, label, layers, unused_rule(loaded))
 
 
 def _rules(policy: Policy | None, schedule: Schedule | None) -> Iterator[str]:

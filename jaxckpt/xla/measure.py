@@ -236,8 +236,23 @@ def measure_loaded(loaded: Loaded) -> Measurement:
             attention=",".join(graph.scopes("attention")) or None,
             scanned=graph.scanned_layers > 1,
             unpriced=unpriced,
-            warnings=warnings_about(graph) + _offload_warning(graph, compiled),
+            warnings=(
+                unused_rule(loaded)
+                + warnings_about(graph)
+                + _offload_warning(graph, compiled)
+            ),
         )
+
+
+def unused_rule(loaded: Loaded) -> tuple[str, ...]:
+    """Say so where a policy or schedule was given and the program has no remat."""
+    given = [r for r in (loaded.policy, loaded.schedule) if r not in (None, "none")]
+    if not given or loaded.graph.has_remat:
+        return ()
+    return (
+        f"`{given[0]}` was asked for, and the program rematerialises nothing. Does the "
+        "workload function use its `policy` and `schedule`?",
+    )
 
 
 def trace_loss(workload: Workload) -> Graph:
