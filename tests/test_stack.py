@@ -450,7 +450,7 @@ def test_use_replaces_the_schedule_also_of_a_function_traced_before():
 @pytest.mark.parametrize("scan", [True, False])
 def test_forward_alone_has_no_trace_of_remat(schedule, scan):
     module = stack(schedule, scan=scan)
-    shapes = jax.eval_shape(lambda: variables_of())
+    shapes = jax.eval_shape(lambda variables: variables, variables_of())
     lowered = jax.jit(module.apply).lower(shapes, X).as_text()
     assert "optimization_barrier" not in lowered
 
