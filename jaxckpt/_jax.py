@@ -290,9 +290,7 @@ def varies_over_mesh(aval: Any) -> bool:
 
 def without_dead_code(closed: Any) -> Any:
     """Return a closed jaxpr without the operations that no output needs."""
-    jaxpr = open_jaxpr(closed)
-    live, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return with_jaxpr(closed, live)
+    return select_outputs(closed, [True] * len(open_jaxpr(closed).outvars))
 
 
 def constants_as_inputs(closed: Any) -> tuple[Any, list[Any]]:

@@ -177,7 +177,7 @@ def measure(
 ) -> None:
     """Compile a training step for a device: its memory and time."""
     from jaxckpt.devices import get_device
-    from jaxckpt.report import measurement_table
+    from jaxckpt.report import measurement_table, rules_said
     from jaxckpt.xla.measure import measure_workload
 
     with _only_json(as_json):
@@ -192,7 +192,7 @@ def measure(
     if as_json:
         _print_json(measured)
     else:
-        print(f"{workload} on {device}, {_said(policy, schedule)}")
+        print(f"{workload} on {device}, {rules_said(policy, schedule)}")
         _print(measurement_table(measured))
 
 
@@ -273,7 +273,7 @@ def train(
 ) -> None:
     """Train a workload here and print its losses."""
     from jaxckpt.devices import get_device, use
-    from jaxckpt.report import train_table
+    from jaxckpt.report import rules_said, train_table
     from jaxckpt.training import train as run
     from jaxckpt.xla.measure import trace_loss
 
@@ -286,7 +286,7 @@ def train(
             print("note: offload has no effect on the cpu backend.", file=sys.stderr)
         flops = trace_loss(loaded).forward_flops
         result = run(loaded, steps=steps, out=out, forward_flops=flops)
-    print(f"{workload}, {steps} steps, {_said(policy, schedule)}")
+    print(f"{workload}, {steps} steps, {rules_said(policy, schedule)}")
     _print(train_table(result))
 
 
@@ -302,13 +302,12 @@ def _rules(policy: str | None, schedule: str | None) -> dict[str, Any]:
         PolicyError: The policy cannot be read.
         ScheduleError: The schedule cannot, or leaves no place for the policy.
     """
-    from jaxckpt.policy import parse_policy
-    from jaxckpt.schedule import combine, parse_schedule
+    from jaxckpt.report.compare import Rule
+    from jaxckpt.schedule import combine
 
-    rule = None if policy is None else parse_policy(policy)
-    tree = None if schedule is None else parse_schedule(schedule)
-    combine(policy, tree)
-    return {"policy": rule, "schedule": tree}
+    parsed = Rule(policy, schedule).parsed()
+    combine(policy, parsed["schedule"])
+    return parsed
 
 
 def _offloads(policy: Any, schedule: Any, layers: int | None) -> bool:
@@ -323,14 +322,6 @@ def _offloads(policy: Any, schedule: Any, layers: int | None) -> bool:
 
 def _policy_said(policy: str | None, schedule: str | None) -> str | None:
     return "none" if policy is None and schedule is None else policy
-
-
-def _said(policy: str | None, schedule: str | None) -> str:
-    """Return the two options in words."""
-    rule = _policy_said(policy, schedule)
-    parts = [f"policy {rule}"] if rule is not None else []
-    parts += [f"schedule {schedule}"] if schedule is not None else []
-    return ", ".join(parts)
 
 
 def _loader(spec: str, settings: list[str], **extra: Any) -> Callable[[], Any]:

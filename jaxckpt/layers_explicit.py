@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt import _jax
-from jaxckpt.graph.gradient import is_inexact
+from jaxckpt.graph.gradient import is_inexact, is_inexact_type
 from jaxckpt.layers_backward import Backward, Flow, spread
 from jaxckpt.layers_body import Flat, LayerProgram
 from jaxckpt.layers_forward import Arrays, Forward, Kept, Tapes, Wrt
 from jaxckpt.layers_plain import Plain
 from jaxckpt.layers_runs import Run, find_runs
-from jaxckpt.layers_tape import is_inexact_type
 from jaxckpt.schedule_tree import Node
 
 

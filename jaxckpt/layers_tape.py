@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxckpt import _jax
-from jaxckpt.graph.gradient import is_inexact
+from jaxckpt.graph.gradient import is_inexact, is_inexact_type
 from jaxckpt.layers_body import Flat, LayerFunction, LayerProgram, as_arrays
 
 _REORDERED = frozenset(
@@ -221,8 +220,3 @@ def _same_data_as(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
         if not isinstance(eqn.invars[0], _jax.Literal) and eqn.invars[0] in found:
             found.update(eqn.outvars)
     return found
-
-
-def is_inexact_type(aval: Any) -> bool:
-    """Return whether values of a type have a gradient."""
-    return jax.dtypes.issubdtype(aval.dtype, jnp.inexact)

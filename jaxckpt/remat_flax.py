@@ -67,30 +67,49 @@ def remat_linen(
     label = f"`{module.__name__}`"
     static = StaticArguments(module.__call__, static_argnames, label, skip=1)
 
+    def inner(
+        fn: Callable[..., Any],
+        scope_fn: Any,
+        repack_fn: Any,
+        variables: Any,
+        rngs: Any,
+        /,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        scopes = scope_fn(variables, rngs)
+        if is_initializing(scopes):
+            # Nothing is differentiated, and parameters are made inside the layer.
+            return fn(scopes, *args, **kw), repack_fn(scopes)
+        others, fixed = static.split(args, kw)
+
+        def body(variables: Any, rngs: Any, others: Any) -> Any:
+            scope = scope_fn(variables, rngs)
+            args, kwargs = static.join(others, fixed)
+            return fn(scope, *args, **kwargs), repack_fn(scope)
+
+        return make(body, label)(variables, rngs, others)
+
+    return lifted_class(module, inner, name="remat")
+
+
+def lifted_class(
+    module: type[linen.Module], inner: Callable[..., Any], *, name: str
+) -> Any:
+    """Return the Module class with another `__call__`, its own name and variables.
+
+    Args:
+        module: The class.
+        inner: `inner(fn, scope_fn, repack_fn, variables, rngs, *args, **kwargs)`, with
+            `fn` the call itself as a function of a scope, and the others as
+            `flax.core.lift.pack` gives them; returns results and packed variables.
+        name: What happens to the scope, for its debug name.
+    """
+
     def transform(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(
-            scope_fn: Any,
-            repack_fn: Any,
-            variables: Any,
-            rngs: Any,
-            *args: Any,
-            **kw: Any,
-        ) -> Any:
-            scopes = scope_fn(variables, rngs)
-            if any(s.flags.get("initializing") for s in jax.tree.leaves(scopes)):
-                # Nothing is differentiated, and parameters are made inside the layer.
-                return fn(scopes, *args, **kw), repack_fn(scopes)
-            others, fixed = static.split(args, kw)
-
-            def body(variables: Any, rngs: Any, others: Any) -> Any:
-                scope = scope_fn(variables, rngs)
-                args, kwargs = static.join(others, fixed)
-                return fn(scope, *args, **kwargs), repack_fn(scope)
-
-            return make(body, label)(variables, rngs, others)
-
+        packed = functools.partial(inner, fn)
         return lift.pack(
-            inner, (True,), (True,), (True,), name="remat", enable_kwargs=True
+            packed, (True,), (True,), (True,), name=name, enable_kwargs=True
         )
 
     lifted: Any = transforms.lift_transform(transform, module, methods=None)
@@ -99,6 +118,11 @@ def remat_linen(
     lifted.__module__ = module.__module__
     lifted.__doc__ = module.__doc__
     return lifted
+
+
+def is_initializing(scopes: Any) -> bool:
+    """Return whether linen makes variables in a scope, or in one of several."""
+    return any(s.flags.get("initializing") for s in jax.tree.leaves(scopes))
 
 
 def remat_nnx_class(module: type[nnx.Module], call: Callable[..., Any]) -> Any:
@@ -183,7 +207,10 @@ def _with_modules(
 
 
 def _has_state(tree: Any) -> bool:
-    """Return whether a tree holds nnx state: Modules, Rngs, Pytrees or Variables."""
-    stateful = (nnx.Module, nnx.Pytree, nnx.Rngs, nnx.Variable)
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, stateful))
-    return any(isinstance(leaf, stateful) for leaf in leaves)
+    """Return whether a tree holds nnx state anywhere."""
+    return any(map(is_stateful, jax.tree.leaves(tree, is_leaf=is_stateful)))
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a value is nnx state: a Module, Rngs, Pytree or Variable."""
+    return isinstance(value, (nnx.Module, nnx.Pytree, nnx.Rngs, nnx.Variable))

@@ -75,6 +75,16 @@ def forward_marks(nodes: Sequence[Node]) -> str:
     return "".join(map(_marks, nodes))
 
 
+def kept_inputs(nodes: Sequence[Node]) -> list[int]:
+    """Return the layers whose input the forward pass keeps by itself.
+
+    Example:
+        >>> kept_inputs([Segment(Keep(3)), Keep(2)])
+        [0]
+    """
+    return [i for i, mark in enumerate(forward_marks(nodes)) if mark in "*+"]
+
+
 def passes_again(nodes: Sequence[Node], start: int = 0) -> Iterator[Pass]:
     """Yield what the backward pass runs again, in order.
 
@@ -111,10 +121,9 @@ def draw(title: str, nodes: Sequence[Node]) -> str:
     for policy in _distinct_policies(nodes):
         lines += _wrapped(f"policy: {policy_text(policy)}")
     total = count_forwards(nodes)
-    inputs = sum(forward.count(mark) for mark in "*+")
     lines.append(
-        f"{inputs} layer inputs kept; {total} layer forwards: {layers} forward, "
-        f"{total - layers} again"
+        f"{len(kept_inputs(nodes))} layer inputs kept; {total} layer forwards: "
+        f"{layers} forward, {total - layers} again"
     )
     return "\n".join(lines)
 

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import lift, meta
-from flax.linen import transforms
+from flax.core import meta
 
 from jaxckpt.errors import WorkloadError
 from jaxckpt.layers import run_layers
+from jaxckpt.remat_flax import is_initializing, lifted_class
 from jaxckpt.schedule import none
 from jaxckpt.stack_call import How, LayerCall, check_depth_of
 
@@ -81,23 +81,12 @@ def _stacked_class(block: type[nn.Module], options: _Options) -> Any:
 
     Its variables are those of one layer, each with a leading axis of layers.
     """
-
-    def transform(fn: Callable[..., Any]) -> Callable[..., Any]:
-        inner = functools.partial(_run, fn, options)
-        return lift.pack(
-            inner, (True,), (True,), (True,), name="stack", enable_kwargs=True
-        )
-
-    lifted: Any = transforms.lift_transform(transform, block, methods=None)
-    lifted.__name__ = block.__name__
-    lifted.__qualname__ = block.__qualname__
-    lifted.__module__ = block.__module__
-    return lifted
+    return lifted_class(block, functools.partial(_run, options), name="stack")
 
 
 def _run(
-    fn: Callable[..., Any],
     options: _Options,
+    fn: Callable[..., Any],
     scope_fn: Callable[..., Any],
     repack_fn: Callable[..., Any],
     variables: Any,
@@ -127,8 +116,7 @@ def _run(
             "block, or with `parent=None`."
         )
     check_depth_of(variables, options.num_layers, options.label)
-    initializing = any(scope.flags.get("initializing") for scope in scopes)
-    how = How(none()) if initializing else options.how
+    how = How(none()) if is_initializing(scopes) else options.how
     carry, (outputs, updated) = run_layers(
         body,
         carry,

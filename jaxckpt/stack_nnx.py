@@ -12,6 +12,7 @@ from flax.nnx import spmd
 
 from jaxckpt.errors import WorkloadError
 from jaxckpt.layers import run_layers
+from jaxckpt.remat_flax import is_stateful
 from jaxckpt.stack_call import How, LayerCall, check_depth_of
 
 
@@ -111,15 +112,14 @@ class _Shared:
     """
 
     def __init__(self, arguments: Any) -> None:
-        self.leaves, self.tree = jax.tree.flatten(arguments, is_leaf=_has_state)
+        self.leaves, self.tree = jax.tree.flatten(arguments, is_leaf=is_stateful)
         self.keys = {
             i: {name: stream() for name, stream in x.items()}
             for i, x in enumerate(self.leaves)
             if isinstance(x, nnx.Rngs)
         }
-        self.places = [
-            i for i, x in enumerate(self.leaves) if _has_state(x) and i not in self.keys
-        ]
+        stateful = (i for i, x in enumerate(self.leaves) if is_stateful(x))
+        self.places = [i for i in stateful if i not in self.keys]
         self.modules = [self.leaves[i] for i in self.places]
         self.graphdef, self.params, self.state = nnx.split(self.modules, nnx.Param, ...)
 
@@ -137,10 +137,6 @@ class _Shared:
     def passed_on(self, modules: list[Any]) -> Any:
         """Return the state for the next layer."""
         return nnx.split(modules, nnx.Param, ...)[2]
-
-
-def _has_state(value: Any) -> bool:
-    return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Pytree, nnx.Variable))
 
 
 def _write_changed(target: Any, before: Any, after: Any) -> None:

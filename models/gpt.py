@@ -30,8 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxckpt.schedule import Schedule
 from jaxckpt.stack import Stack
 from models.attention import attention
-from models.language import workload_function
-from models.losses import cross_entropy
+from models.language import init_model, make_language_loss, workload_function
 
 Hidden = Float[Array, "batch seq width"]
 
@@ -183,31 +182,17 @@ def forward_flops(config: GPTConfig, *, batch: int, seq: int) -> int:
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Float[Array, ""]]:
-    """Return `loss_fn(params, batch, rng=None)`: mean nats per token.
-
-    `batch` is `{"tokens": int32[batch, seq + 1]}`: position `t` reads tokens `0..t` and
-    predicts token `t + 1`. Dropout acts when there is an `rng`.
-    """
-    model = GPT(config)
-
-    def loss_fn(params: Any, batch: dict[str, Array], rng: Array | None = None):
-        tokens = batch["tokens"]
-        hidden: Any = model.apply(
-            {"params": params},
-            tokens[:, :-1],
-            deterministic=rng is None,
-            rngs=None if rng is None else {"dropout": rng},
-        )
-        table = params["token_embedding"]["embedding"]
-        return cross_entropy(hidden, table, tokens[:, 1:], chunks=config.loss_chunks)
-
-    return loss_fn
+    """Return the loss of a config's model (see `make_language_loss`)."""
+    return make_language_loss(
+        GPT(config),
+        lambda params: params["token_embedding"]["embedding"],
+        chunks=config.loss_chunks,
+    )
 
 
 def init_params(config: GPTConfig, rng: Array) -> Any:
-    """Return initial parameters; with `jax.eval_shape` only their shapes."""
-    tokens = jnp.zeros((1, 1), jnp.int32)  # no parameter depends on their number
-    return GPT(config).init(rng, tokens)["params"]
+    """Return initial parameters of a config's model (see `init_model`)."""
+    return init_model(GPT(config), rng)
 
 
 _workload = functools.partial(

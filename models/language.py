@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
 
 from jaxckpt.errors import WorkloadError, did_you_mean
 from jaxckpt.policy import Policy
@@ -16,9 +18,42 @@ from jaxckpt.schedule import Schedule, combine
 from jaxckpt.training import adamw, byte_batches
 from jaxckpt.workload import Workload
 from models.attention import IMPLEMENTATIONS
-from models.losses import check_chunks
+from models.losses import check_chunks, cross_entropy
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def make_language_loss(
+    model: nn.Module, table_of: Callable[[Any], Array], *, chunks: int
+) -> Callable[..., Float[Array, ""]]:
+    """Return `loss_fn(params, batch, rng=None)`: mean nats per token.
+
+    `batch` is `{"tokens": int32[batch, seq + 1]}`: position `t` reads tokens `0..t` and
+    predicts token `t + 1`. Dropout acts when there is an `rng`.
+
+    Args:
+        model: Makes hidden states of tokens.
+        table_of: Returns the output embedding `[vocab, width]` of the parameters.
+        chunks: 0, or in how many parts the loss cuts the sequence.
+    """
+
+    def loss_fn(params: Any, batch: dict[str, Array], rng: Array | None = None):
+        tokens = batch["tokens"]
+        hidden: Any = model.apply(
+            {"params": params},
+            tokens[:, :-1],
+            deterministic=rng is None,
+            rngs=None if rng is None else {"dropout": rng},
+        )
+        return cross_entropy(hidden, table_of(params), tokens[:, 1:], chunks=chunks)
+
+    return loss_fn
+
+
+def init_model(model: nn.Module, rng: Array) -> Any:
+    """Return initial parameters; with `jax.eval_shape` only their shapes."""
+    tokens = jnp.zeros((1, 1), jnp.int32)  # no parameter depends on their number
+    return model.init(rng, tokens)["params"]
 
 
 def check_settings(config: Any, *, batch: int, seq: int) -> None:

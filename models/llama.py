@@ -33,8 +33,7 @@ from jaxtyping import Array, Float, Int
 from jaxckpt.schedule import Schedule
 from jaxckpt.stack import Stack
 from models.attention import attention
-from models.language import workload_function
-from models.losses import cross_entropy
+from models.language import init_model, make_language_loss, workload_function
 
 Hidden = Float[Array, "batch seq width"]
 Heads = Float[Array, "batch seq heads head_dim"]
@@ -285,32 +284,16 @@ def forward_flops(config: LlamaConfig, *, batch: int, seq: int) -> int:
 
 
 def make_loss(config: LlamaConfig) -> Callable[..., Float[Array, ""]]:
-    """Return `loss_fn(params, batch, rng=None)`: mean nats per token.
-
-    `batch` is `{"tokens": int32[batch, seq + 1]}`: position `t` reads tokens `0..t` and
-    predicts token `t + 1`. Dropout acts when there is an `rng`.
-    """
-    model = Llama(config)
-    output_table = "token_embedding" if config.tied else "output_embedding"
-
-    def loss_fn(params: Any, batch: dict[str, Array], rng: Array | None = None):
-        tokens = batch["tokens"]
-        hidden: Any = model.apply(
-            {"params": params},
-            tokens[:, :-1],
-            deterministic=rng is None,
-            rngs=None if rng is None else {"dropout": rng},
-        )
-        table, chunks = params[output_table], config.loss_chunks
-        return cross_entropy(hidden, table, tokens[:, 1:], chunks=chunks)
-
-    return loss_fn
+    """Return the loss of a config's model (see `make_language_loss`)."""
+    table = "token_embedding" if config.tied else "output_embedding"
+    return make_language_loss(
+        Llama(config), lambda params: params[table], chunks=config.loss_chunks
+    )
 
 
 def init_params(config: LlamaConfig, rng: Array) -> Any:
-    """Return initial parameters; with `jax.eval_shape` only their shapes."""
-    tokens = jnp.zeros((1, 1), jnp.int32)  # no parameter depends on their number
-    return Llama(config).init(rng, tokens)["params"]
+    """Return initial parameters of a config's model (see `init_model`)."""
+    return init_model(Llama(config), rng)
 
 
 _workload = functools.partial(

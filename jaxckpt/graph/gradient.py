@@ -208,7 +208,12 @@ def struct_of(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 def is_inexact(leaf: Any) -> bool:
     """Return whether a leaf has a gradient: floating or complex, not integer or key."""
-    return jax.dtypes.issubdtype(jax.typeof(leaf).dtype, jnp.inexact)
+    return is_inexact_type(jax.typeof(leaf))
+
+
+def is_inexact_type(aval: Any) -> bool:
+    """Return whether values of a type have a gradient."""
+    return jax.dtypes.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:

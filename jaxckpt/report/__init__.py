@@ -9,4 +9,5 @@ from jaxckpt.report.tables import measurement_table as measurement_table
 from jaxckpt.report.tables import policy_markdown as policy_markdown
 from jaxckpt.report.tables import policy_table as policy_table
 from jaxckpt.report.tables import rule_text as rule_text
+from jaxckpt.report.tables import rules_said as rules_said
 from jaxckpt.report.tables import train_table as train_table

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from jaxckpt.devices import Device
 from jaxckpt.errors import CompileError, JaxckptError, PolicyError
-from jaxckpt.policy import Policy, parse_policy
+from jaxckpt.policy import parse_policy
 from jaxckpt.policy_text import recipe_names
-from jaxckpt.schedule import Schedule, parse_schedule
+from jaxckpt.schedule import parse_schedule
 from jaxckpt.schedule_text import split_at
 from jaxckpt.workload import Workload
 from jaxckpt.xla.measure import Loaded, Measurement, load_traced, measure_loaded
@@ -48,10 +48,8 @@ class Rule:
             PolicyError: The policy cannot be read.
             ScheduleError: The schedule cannot be read.
         """
-        policy: Policy | None = parse_policy(self.policy) if self.policy else None
-        schedule: Schedule | None = None
-        if self.schedule is not None:
-            schedule = parse_schedule(self.schedule)
+        policy = None if self.policy is None else parse_policy(self.policy)
+        schedule = None if self.schedule is None else parse_schedule(self.schedule)
         return {"policy": policy, "schedule": schedule}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from jaxckpt.graph.trace import Graph
 from jaxckpt.graph.values import VIEWS, Value
 from jaxckpt.matmul import find_matmul
 from jaxckpt.policy import Policy
+from jaxckpt.report.tables import rules_said
 from jaxckpt.schedule import Schedule, combine
-from jaxckpt.schedule_picture import passes_again
-from jaxckpt.schedule_tree import Node, Remat, Segment, count_forwards
+from jaxckpt.schedule_picture import kept_inputs, passes_again
+from jaxckpt.schedule_tree import count_forwards
 from jaxckpt.workload import Workload
 from jaxckpt.xla.measure import load_traced, unused_rule
 
@@ -70,7 +71,7 @@ class Layers:
         return {
             "text": str(self.schedule),
             "num_layers": self.num_layers,
-            "kept_inputs": list(_kept_inputs(nodes)),
+            "kept_inputs": kept_inputs(nodes),
             "runs_again": [[first, last] for first, last in ends if first <= last],
             "layer_forwards": count_forwards(nodes),
         }
@@ -195,34 +196,17 @@ def explain_workload(
         device: What it would run on.
     """
     together = combine(policy, schedule)
-    texts = (None if rule is None else str(rule) for rule in (policy, schedule))
-    policy_text, schedule_text = texts
     loaded = load_traced(
-        load, device=device, policy=policy_text, schedule=schedule_text
+        load,
+        device=device,
+        policy=None if policy is None else str(policy),
+        schedule=None if schedule is None else str(schedule),
     )
     depth = loaded.workload.layers
     given = policy is not None or schedule is not None
     layers = Layers(together, depth) if given and depth is not None else None
-    label = ", ".join([loaded.label, *_rules(policy, schedule)])
+    label = f"{loaded.label}, {rules_said(policy, schedule)}"
     return Explanation(loaded.graph, label, layers, unused_rule(loaded))
-
-
-def _rules(policy: Policy | None, schedule: Schedule | None) -> Iterator[str]:
-    if policy is not None or schedule is None:
-        yield f"policy {'none' if policy is None else policy}"
-    if schedule is not None:
-        yield f"schedule {schedule}"
-
-
-def _kept_inputs(nodes: Iterable[Node]) -> Iterator[int]:
-    """Yield the layers whose input the forward pass keeps by itself."""
-    start = 0
-    for node in nodes:
-        if isinstance(node, Segment):
-            yield start
-        elif isinstance(node, Remat):
-            yield from range(start, start + node.layers)
-        start += node.layers
 
 
 def _row(name: str, decision: str, group: list[Residual]) -> Row:
@@ -283,11 +267,13 @@ def _steps(region: Region) -> list[str]:
     """
     steps = [v for v in region.recomputed if _is_step(v)]
     pairs = zip([None, *steps], steps, strict=False)
-    labels = [_step_label(v) for before, v in pairs if not _continues(before, v)]
-    unnamed = {_step_label(v) for v in steps if not v.name and not v.scope}
-    seen: set[str] = set()
-    first = [x in unnamed or not (x in seen or seen.add(x)) for x in labels]
-    return [x for x, shown in zip(labels, first, strict=True) if shown]
+    labels: list[str] = []
+    for before, value in pairs:
+        label = _step_label(value)
+        again = label in labels and (value.name or value.scope)
+        if not again and not _continues(before, value):
+            labels.append(label)
+    return labels
 
 
 def _continues(before: Value | None, value: Value) -> bool:

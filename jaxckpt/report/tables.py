@@ -229,6 +229,18 @@ def on_pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
     ]
 
 
+def rules_said(policy: object, schedule: object) -> str:
+    """Return a policy and a schedule in words; None where one is not given.
+
+    Example:
+        >>> rules_said(None, None), rules_said("full", "remat_every(2)")
+        ('policy none', 'policy full, schedule remat_every(2)')
+    """
+    given = {"policy": policy, "schedule": schedule}
+    parts = [f"{key} {rule}" for key, rule in given.items() if rule is not None]
+    return ", ".join(parts) or "policy none"
+
+
 def rule_text(measurement: Mapping[str, Any]) -> str:
     """Return the policy and the schedule of a measurement as one text.
 
