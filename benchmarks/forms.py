@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 
 from rich.console import Console
 
 from jaxckpt.devices import get_device
+from jaxckpt.errors import JaxckptError
 from jaxckpt.layers import FORMS
 from jaxckpt.loading import load_workload
 from jaxckpt.stack import use
@@ -65,4 +67,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except JaxckptError as error:
+        sys.exit(f"error: {error}")
