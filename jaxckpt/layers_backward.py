@@ -102,8 +102,37 @@ class Backward:
 
         d_outputs = jax.tree.map(lambda x: by_part([x], run.times)[0], d_outputs)
         xs = (numbers(run.times), kept, d_outputs)
-        flow, d_layers = lax.scan(body, flow, xs, reverse=True)
-        return flow, flattened(d_layers)
+        stacks = self._late_stacks(run.layers, flow)
+        if stacks is None:
+            flow, d_layers = lax.scan(body, flow, xs, reverse=True)
+            return flow, flattened(d_layers)
+
+        def write(state: tuple[Flow, Flat], xs: Any) -> tuple[tuple[Flow, Flat], None]:
+            flow, stacks = state
+            flow, d_layers = body(flow, xs)
+            first = xs[0] * run.part_layers
+            return (flow, _written(stacks, d_layers, first)), None
+
+        return lax.scan(write, (flow, stacks), xs, reverse=True)[0]
+
+    def _late_stacks(self, layers: int, flow: Flow) -> Flat | None:
+        """Return stacks `[layers, ...]` for gradients, made no earlier than the flow.
+
+        The stacks that `lax.scan` makes depend on nothing, so that the compiler makes
+        them when the program begins and holds them all along: 3.7 of 22.06 GiB where
+        Llama-3-1b's loss is at its peak (jax 0.10.2). These are filled with a number
+        of the flow; all of them is written over.
+        """
+        wanted = zip(self.given.stacked, self.tapes.wrt.layer, strict=True)
+        stacked = [x for x, w in wanted if w]
+        known = [*flow.carry, *flow.consts, *stacked]
+        if not flow.carry or any(_jax.typed_by_mesh(jax.typeof(x)) for x in known):
+            return None
+        number = flow.carry[0].ravel()[0].real
+        return [
+            jnp.broadcast_to(number.astype(x.dtype), (layers, *x.shape[1:]))
+            for x in stacked
+        ]
 
     def _part(
         self,
@@ -147,6 +176,14 @@ class Backward:
         if tape.layers is None:
             d_layers = [x[None] for x in d_layers]
         return Flow(gradients[first:second], d_consts), d_layers
+
+
+def _written(stacks: Flat, parts: Flat, first: Any) -> Flat:
+    """Write parts `[some layers, ...]` into stacks, from layer `first` on."""
+    return [
+        lax.dynamic_update_slice_in_dim(stack, part, first, 0)
+        for stack, part in zip(stacks, parts, strict=True)
+    ]
 
 
 def _in_turn(part: Node, start: Any, kept: Kept, flow: Flow) -> Any:
