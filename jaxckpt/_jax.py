@@ -6,8 +6,13 @@ extension interface (`jax.extend.core`), gets one plain function here.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import math
+import os
 import re
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +27,8 @@ from jax.interpreters import ad as _ad
 
 Var = jex.Var
 Literal = jex.Literal
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 SAVEABLE = _pe.Saveable
 RECOMPUTE = _pe.Recompute
@@ -122,7 +129,8 @@ def remat_parameters(eqn: Any) -> dict[str, Any] | None:
 def inner_jaxprs(eqn: Any) -> dict[str, Any]:
     """Return the jaxprs that an equation runs, by parameter name.
 
-    The solvers of a `custom_linear_solve` (a named tuple) are not looked into.
+    The solvers of a `custom_linear_solve` (a named tuple) are not looked into, nor how
+    scatters and reductions combine two numbers.
     Branches of a `cond` come as `branches[0]`, `branches[1]`, ... A `custom_vjp` call
     gives its primal function; its forward rule is `forward_rule`.
     """
@@ -130,6 +138,8 @@ def inner_jaxprs(eqn: Any) -> dict[str, Any]:
         inner = getattr(eqn.params["_prim"], "params", {})
         return {k: v for k, v in inner.items() if is_jaxpr(v)}
     found: dict[str, Any] = {}
+    if eqn.primitive.name.startswith(("scatter", "reduce", "select_and")):
+        return found
     for key, value in eqn.params.items():
         if is_jaxpr(value):
             found[key] = value
@@ -200,8 +210,14 @@ def called_function(eqn: Any) -> str | None:
 
 
 def source_line(eqn: Any) -> str:
-    """Return `file:line (function)` of the user's code that made an equation."""
-    return _source_info_util.summarize(eqn.source_info)
+    """Return `file:line (function)` of the user's code that made an equation.
+
+    It is the innermost that is neither JAX's nor ours; empty where there is none.
+    """
+    for frame in _source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_PACKAGE):
+            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return ""
 
 
 def scope(eqn: Any) -> str:
@@ -221,17 +237,21 @@ def memory_space(aval: Any) -> str:
 
 
 def nbytes(aval: Any) -> int:
-    """Return the bytes of a value of this type on one device.
+    """Return the bytes of a value of this type on one device, as far as types say.
 
-    A typed random key counts its words; a type without a dtype counts nothing.
+    A type says how a value is sharded where the mesh axes are explicit, and inside
+    `shard_map`, where it is that of one device's part. Over axes that the compiler
+    shards by itself (`AxisType.Auto`) it counts whole. A typed random key counts its
+    words; a type without a dtype counts nothing.
     """
     dtype = getattr(aval, "dtype", None)
-    if dtype is None:
+    if dtype is None or dtype == jax.dtypes.float0:
         return 0
+    size = math.prod(local_shape(aval.shape, getattr(aval, "sharding", None)))
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return aval.size * key.size * key.dtype.itemsize
-    return aval.size * dtype.itemsize
+        return size * key.size * key.dtype.itemsize
+    return size * dtype.itemsize
 
 
 def version() -> tuple[int, ...]:
@@ -286,6 +306,12 @@ def varies_over_mesh(aval: Any) -> bool:
     """Return whether values of a type differ by device, inside `shard_map`."""
     kind = getattr(aval, "manual_axis_type", None)
     return kind is not None and bool(kind.varying)
+
+
+def typed_by_mesh(aval: Any) -> bool:
+    """Return whether a type says how its values lie on a mesh."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", ())
+    return varies_over_mesh(aval) or any(part is not None for part in spec)
 
 
 def without_dead_code(closed: Any) -> Any:
@@ -355,3 +381,185 @@ def zeros(aval: Any) -> Any:
 def add_any(x: Any, y: Any) -> Any:
     """Return the sum of two cotangents, as JAX adds them up."""
     return _ad.add_jaxvals(x, y)
+
+
+def cut_jaxpr(jaxpr: Any, eqns: Sequence[Any], inputs: Any, outputs: Any) -> Any:
+    """Return some equations of an open jaxpr as a closed jaxpr without constants."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    info: Any = jaxpr.debug_info
+    names = info.with_unknown_names() if info else info
+    opened = jex.Jaxpr([], list(inputs), list(outputs), list(eqns), effects, names)
+    return close_jaxpr(opened)
+
+
+@contextlib.contextmanager
+def in_place_of(eqn: Any) -> Iterator[None]:
+    """Trace what stands for an equation where it stands: name stack, line, mesh."""
+    stack = _source_info_util.current_name_stack() + eqn.source_info.name_stack
+    line = eqn.source_info.traceback
+    with _source_info_util.user_context(line, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+class _Marked(_source_info_util.SourceInfo):
+    """Where an equation was written, and a mark that goes with it wherever it goes."""
+
+    __slots__ = ("mark",)
+
+    def replace(self, **changes: Any) -> Any:
+        info = _Marked(
+            changes.get("traceback") or self.traceback,
+            changes.get("name_stack") or self.name_stack,
+        )
+        info.mark = self.mark
+        return info
+
+
+def with_mark(eqn: Any, mark: Any) -> Any:
+    """Return an equation with a mark that says nothing to JAX."""
+    info = _Marked(eqn.source_info.traceback, eqn.source_info.name_stack)
+    info.mark = mark
+    return eqn.replace(source_info=info)
+
+
+def mark_of(eqn: Any) -> Any:
+    """Return the mark of an equation, None where it has none."""
+    return getattr(eqn.source_info, "mark", None)
+
+
+def local_shape(shape: Sequence[int], sharding: Any) -> tuple[int, ...]:
+    """Return the shape of the largest part of an array on one device.
+
+    A sharding without partition spec (of one device, of the compiler) says nothing.
+    """
+    spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
+    if spec is None or mesh is None or mesh.empty:
+        return tuple(shape)
+    parts = [math.prod(mesh.shape[a] for a in _axes(entry)) for entry in spec]
+    parts += [1] * (len(shape) - len(parts))
+    return tuple(-(-size // part) for size, part in zip(shape, parts, strict=True))
+
+
+def _axes(entry: Any) -> tuple[Any, ...]:
+    """Return the mesh axes of one dimension's entry in a partition spec."""
+    if isinstance(entry, (tuple, list)):
+        return tuple(entry)
+    return (entry,) if isinstance(entry, str) else ()
+
+
+def shards(eqn: Any) -> int:
+    """Return on how many devices a `shard_map` runs its body apart, else 1."""
+    if eqn.primitive.name != "shard_map":
+        return 1
+    mesh = eqn.params["mesh"]
+    axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return math.prod(mesh.shape[axis] for axis in axes or mesh.axis_names)
+
+
+def plain_call(eqn: Any) -> Any | None:
+    """Return the closed jaxpr of a call that its equations can stand for, else None.
+
+    A `jit` with shardings, layouts or compiler options of its own says more than they.
+    """
+    if called_jaxpr(eqn) is None:
+        return None
+    params = eqn.params
+    for key in ("in_shardings", "out_shardings"):
+        if any(type(s).__name__ != "UnspecifiedValue" for s in params.get(key, ())):
+            return None
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    if any(x is not None for x in layouts) or params.get("compiler_options_kvs"):
+        return None
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def with_outer_scope(eqn: Any, outer: Any) -> Any:
+    """Return an equation with the name stack of another one put before its own."""
+    info = eqn.source_info
+    if not outer.source_info.name_stack.stack:
+        return eqn
+    stack = outer.source_info.name_stack + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack))
+
+
+def with_constants(closed: Any, jaxpr: Any, more: dict[Any, Any]) -> Any:
+    """Return `closed` with its open jaxpr replaced and constants added to its own.
+
+    Args:
+        closed: A closed jaxpr.
+        jaxpr: An open jaxpr with the same constants.
+        more: Value by variable of what it reads besides.
+    """
+    if not more:
+        return with_jaxpr(closed, jaxpr)
+    variables = [*jaxpr.constvars, *more]
+    values = [*closed.consts, *more.values()]
+    if type(closed).__name__ == "ClosedJaxpr":
+        return jex.ClosedJaxpr(jaxpr.replace(constvars=variables), values)
+    return jaxpr.replace(constvars=variables, consts=values)
+
+
+def same_inputs_jaxpr(eqn: Any) -> Any | None:
+    """Return the jaxpr of a call that takes and gives what the equation does.
+
+    Plain calls, rematerialised ones, primal functions of custom derivatives, and the
+    body of a `shard_map`, which sees one device's part of each.
+    """
+    if eqn.primitive.name in ("scan", "while", "cond", "pallas_call"):
+        return None
+    found = inner_jaxprs(eqn)
+    jaxpr = open_jaxpr(found.get("jaxpr", found.get("call_jaxpr")))
+    if jaxpr is None:
+        return None
+    counts = len(jaxpr.invars), len(jaxpr.outvars)
+    return jaxpr if counts == (len(eqn.invars), len(eqn.outvars)) else None
+
+
+def automatic_axes(sharding: Any) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+    """Return the mesh axes that each dimension is cut over, and the axes' sizes.
+
+    Only those of `AxisType.Auto`: types tell of the others.
+    """
+    spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
+    if spec is None or mesh is None or mesh.empty:
+        return [], {}
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    auto = {name for name, kind in types if kind == jax.sharding.AxisType.Auto}
+    names = [tuple(a for a in _axes(entry) if a in auto) for entry in spec]
+    return names, {name: mesh.shape[name] for name in auto}
+
+
+def shard_map_results(eqn: Any) -> list[tuple[Any, Any]]:
+    """Return each output of a `shard_map` with the sharding that it comes out in."""
+    mesh = eqn.params["mesh"]
+    specs = eqn.params["out_specs"]
+    shardings = (jax.sharding.NamedSharding(mesh, spec) for spec in specs)
+    return list(zip(eqn.outvars, shardings, strict=True))
+
+
+def policy_names(policy: Any) -> frozenset[str] | None:
+    """Return the names that one of JAX's policies keeps or offloads.
+
+    None for a policy that does not go by names, or is none of JAX's. JAX says it
+    nowhere: the names are what the policy was made with.
+    """
+    if getattr(policy, "__module__", None) != jax.checkpoint.__module__:
+        return None
+    if (names := getattr(policy, "saveable_names", None)) is not None:
+        return frozenset(names)
+    if not isinstance(policy, types.FunctionType):
+        return None
+    made_with = inspect.getclosurevars(policy).nonlocals
+    parts = [policy_names(made_with.get(f"policy_{i}")) for i in (1, 2)]
+    parts += [made_with.get(f"names_which_can_be_{how}") for how in _HOW]
+    found = [frozenset(part) for part in parts if part is not None]
+    return frozenset().union(*found) if found else None
+
+
+_HOW = ("saved", "offloaded")
+
+
+def excepts_names(policy: Any) -> bool:
+    """Return whether a policy is JAX's "save all but these", which saves all."""
+    made_by = getattr(policy, "__qualname__", "").split(".")[0]
+    return made_by == "save_anything_except_these_names"

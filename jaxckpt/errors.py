@@ -18,6 +18,10 @@ class ScheduleError(JaxckptError, ValueError):
     """A schedule that cannot be parsed, or does not suit the number of layers."""
 
 
+class PlanError(JaxckptError, ValueError):
+    """A plan that does not suit the program it is made for or applied to."""
+
+
 class WorkloadError(JaxckptError, ValueError):
     """A workload that cannot be found, called or traced."""
 

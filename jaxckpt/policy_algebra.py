@@ -36,11 +36,20 @@ class Candidate:
         dot: `"batched"` or `"unbatched"` for the result of a matmul-like operation (or
             of a `custom_vjp` call that contains one, as fused attention), else None.
         bytes: Its size on one device.
+        label: How it is called where it has no name: its module path (or function) and
+            operation, `mlp/dot_general`. A pattern with a `/` in it matches labels too.
     """
 
     name: str | None
     dot: str | None
     bytes: int
+    label: str | None = None
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a name pattern means this value."""
+        if self.name is not None:
+            return matches(pattern, self.name)
+        return "/" in pattern and self.label is not None and matches(pattern, self.label)
 
 
 Choice = dict[int, Decision]
@@ -143,8 +152,7 @@ class Names(Policy):
     by_name: ClassVar[bool] = True
 
     def decide(self, candidate: Candidate) -> Decision:
-        name = candidate.name
-        kept = name is not None and any(matches(p, name) for p in self.names)
+        kept = any(map(candidate.matches, self.names))
         return self.decision if kept else Decision.RECOMPUTE
 
     def offloads(self) -> bool:

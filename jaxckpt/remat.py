@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -161,7 +162,7 @@ def remat_jaxpr(
         prevent_cse: As for `remat`.
         check: Whether a pattern without effect is an error.
     """
-    _refuse_callbacks(closed, label)
+    refuse_callbacks(closed, label)
     chosen = choose(closed, policy, where=label, check=check)
     refuse_unseen(chosen, policy, label)
     return jax.checkpoint(
@@ -174,6 +175,13 @@ def remat_jaxpr(
 def _jax_policy(policy: Policy, saved: Sequence[str], offloaded: Sequence[str]) -> Any:
     if isinstance(policy, Everything):
         return jax.checkpoint_policies.everything_saveable
+    if _jax.remat3_enabled():
+        return _of_names(tuple(saved), tuple(offloaded))
+    return _NamesInOperations(tuple(saved), tuple(offloaded))
+
+
+def _of_names(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Any:
+    """Return JAX's policy of names."""
     if not offloaded:
         return jax.checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -182,6 +190,31 @@ def _jax_policy(policy: Policy, saved: Sequence[str], offloaded: Sequence[str]) 
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+
+@dataclass(frozen=True)
+class _NamesInOperations:
+    """JAX's policy of names, which also sees them inside an operation that is one call.
+
+    Such a call (`graph.results.named_operation`) gives way to its derivative rule, and
+    the name is seen there; but where nothing that it reads has a gradient (it stands
+    over frozen parameters, or behind `stop_gradient`), the call stays as it is.
+    """
+
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        answer = _of_names(self.saved, self.offloaded)
+        if primitive.name != "custom_jvp_call":
+            return answer(primitive, *avals, **params)
+        inside = (
+            answer(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+            for eqn in _jax.open_jaxpr(params["call_jaxpr"]).eqns
+            if _jax.bound_name(eqn) is not None
+        )
+        kept = (found for found in inside if found not in (False, _jax.RECOMPUTE))
+        return next(kept, False)
 
 
 def _check_settings(policy: Any, on_unmatched: str, prevent_cse: Any) -> None:
@@ -199,7 +232,8 @@ def _check_settings(policy: Any, on_unmatched: str, prevent_cse: Any) -> None:
         raise PolicyError(f"`prevent_cse={prevent_cse!r}` is neither True nor False.")
 
 
-def _refuse_callbacks(closed: Any, label: str) -> None:
+def refuse_callbacks(closed: Any, label: str) -> None:
+    """Raise `WorkloadError` for a program that calls `io_callback`."""
     if any(eqn.primitive.name == "io_callback" for eqn, _ in equations(closed)):
         raise WorkloadError(
             f"{label} calls `io_callback`, which would run twice under remat; JAX "

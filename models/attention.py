@@ -1,4 +1,4 @@
-"""Causal self-attention in three implementations, one of them chosen by the target.
+"""Self-attention in three implementations, one of them chosen by the target.
 
 All take queries as `[batch, seq, heads, head_dim]` and return the same shape. Keys and
 values may have fewer heads, a divisor of the queries' (grouped-query attention): query
@@ -46,8 +46,10 @@ Keys = Float[Array, "batch keys kv_heads head_dim"]  # `keys` is `seq`, once che
 Grouped = Float[Array, "batch rows kv_heads group head_dim"]
 
 
-def attention(q: Heads, k: Keys, v: Keys, *, implementation: str = "flash") -> Heads:
-    """Attend causally: position `t` reads the values of positions `0..t`.
+def attention(
+    q: Heads, k: Keys, v: Keys, *, implementation: str = "flash", causal: bool = True
+) -> Heads:
+    """Attend: position `t` reads the values of positions `0..t`, or of all.
 
     `softmax(q k^T / sqrt(D), over s <= t) v`, scores and softmax in float32. The result
     carries the value name `context`; the chunked form's log-sum-exp, which its
@@ -58,6 +60,7 @@ def attention(q: Heads, k: Keys, v: Keys, *, implementation: str = "flash") -> H
         k: Keys, of the same shape, or with fewer heads that divide the queries'.
         v: Values, of the keys' shape.
         implementation: One of `IMPLEMENTATIONS`.
+        causal: Whether a position reads no later one.
 
     Raises:
         WorkloadError: The name is unknown, the shapes do not fit, or `cudnn` was asked
@@ -72,9 +75,9 @@ def attention(q: Heads, k: Keys, v: Keys, *, implementation: str = "flash") -> H
     chosen = resolve(implementation, dtype=q.dtype, head_dim=q.shape[-1])
     with jax.named_scope(f"attention[{chosen}]"):
         if chosen == "chunked":
-            return _chunked(q, k, v)
+            return _chunked(q, k, v, causal)
         out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation=chosen
+            q, k, v, is_causal=causal, implementation=chosen
         )
     return checkpoint_name(out, "context")
 
@@ -137,8 +140,8 @@ def _cudnn_obstacle(dtype: jnp.dtype, head_dim: int) -> str | None:
     return None
 
 
-@jax.custom_vjp
-def _chunked(q: Heads, k: Keys, v: Keys) -> Heads:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked(q: Heads, k: Keys, v: Keys, causal: bool) -> Heads:
     """Attend `CHUNK` queries at a time, so that scores are linear in `seq`.
 
     Each chunk of queries sees all keys, so its softmax is exact at once. The backward
@@ -148,15 +151,15 @@ def _chunked(q: Heads, k: Keys, v: Keys) -> Heads:
     chunk the query heads stand as `[kv_heads, group]`, so that a key serves its group
     in one product and its gradient is that product's sum.
     """
-    return _chunked_forward(q, k, v)[0]
+    return _chunked_forward(q, k, v, causal)[0]
 
 
-def _chunked_forward(q: Heads, k: Keys, v: Keys):
+def _chunked_forward(q: Heads, k: Keys, v: Keys, causal: bool):
     chunks, size = _chunking(q.shape[1])
     padded_q = _pad(_group(q, k.shape[2]), chunks * size)
 
     def one_chunk(_, start):
-        scores = _scores(_rows(padded_q, start, size), k, start)
+        scores = _scores(_rows(padded_q, start, size), k, start, causal)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)
         return None, (_product("bkgqs,bskd->bqkgd", weights, v).astype(v.dtype), lse)
@@ -170,7 +173,7 @@ def _chunked_forward(q: Heads, k: Keys, v: Keys):
     return out, (q, k, v, out, lse)
 
 
-def _chunked_backward(residuals, d_out):
+def _chunked_backward(causal, residuals, d_out):
     q, k, v, out, lse = residuals
     seq = q.shape[1]
     chunks, size = _chunking(seq)
@@ -186,7 +189,8 @@ def _chunked_backward(residuals, d_out):
         q_chunk, d_chunk, sums = (
             _rows(x, start, size) for x in (padded_q, d_out, row_sums)
         )
-        weights = jnp.exp(_scores(q_chunk, k, start) - lse_chunk[..., None])
+        scores = _scores(q_chunk, k, start, causal)
+        weights = jnp.exp(scores - lse_chunk[..., None])
         d_weights = _product("bqkgd,bskd->bkgqs", d_chunk, v)
         d_scores = weights * (d_weights - jnp.moveaxis(sums, 1, -1)[..., None])
         d_scores = (d_scores / math.sqrt(q.shape[-1])).astype(q.dtype)
@@ -230,10 +234,12 @@ def _group(x: Array, kv_heads: int) -> Array:
 
 
 def _scores(
-    q_chunk: Grouped, k: Keys, start: Array
+    q_chunk: Grouped, k: Keys, start: Array, causal: bool
 ) -> Float[Array, "batch kv_heads group rows keys"]:
-    """Return the masked float32 scores of the queries that begin at `start`."""
+    """Return the float32 scores of the queries that begin at `start`, masked."""
     scores = _product("bqkgd,bskd->bkgqs", q_chunk, k) / math.sqrt(k.shape[-1])
+    if not causal:
+        return scores
     rows = start + jnp.arange(q_chunk.shape[1])[:, None]
     return jnp.where(rows >= jnp.arange(k.shape[1]), scores, -jnp.inf)
 

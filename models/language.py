@@ -65,27 +65,32 @@ def check_settings(config: Any, *, batch: int, seq: int) -> None:
         batch: Sequences a step.
         seq: Tokens of a sequence.
     """
-    counts = {"batch": batch, "seq": seq, "num_layers": config.num_layers}
-    for name, value in counts.items():
-        if value < 1:
-            raise WorkloadError(f"`{name}={value}` must be at least 1.")
-        if value >= 2**31:
-            raise WorkloadError(f"`{name}={value}` must be below 2**31.")
+    check_shared(config, batch=batch, seq=seq)
     if seq > config.positions:
         raise WorkloadError(
             f"`seq={seq}` is longer than the {config.positions} positions that the "
             "model is made for. Use at most that many."
         )
-    _check_choice("dtype", config.dtype, DTYPES)
-    _check_choice("attention", config.attention, IMPLEMENTATIONS)
+    check_chunks(config.loss_chunks, seq)
+
+
+def check_shared(config: Any, **counts: int) -> None:
+    """Check what all models have: counts, `dtype`, `attention` and `dropout`."""
+    for name, value in (counts | {"num_layers": config.num_layers}).items():
+        if value < 1:
+            raise WorkloadError(f"`{name}={value}` must be at least 1.")
+        if value >= 2**31:
+            raise WorkloadError(f"`{name}={value}` must be below 2**31.")
+    check_choice("dtype", config.dtype, DTYPES)
+    check_choice("attention", config.attention, IMPLEMENTATIONS)
     if not 0 <= config.dropout < 1:
         raise WorkloadError(
             f"`dropout={config.dropout}` is not a rate. Use 0 (none) up to below 1."
         )
-    check_chunks(config.loss_chunks, seq)
 
 
-def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
+    """Raise `WorkloadError` unless a setting is one of its valid values."""
     if value not in valid:
         hint = did_you_mean(value, valid)
         raise WorkloadError(f"`{name}={value}` is not known. {hint}")

@@ -236,6 +236,12 @@ class Llama(nn.Module):
         self, tokens: Int[Array, "batch seq"], deterministic: bool = True
     ) -> Hidden:
         """Return the normalised hidden state at each position."""
+        x = self._embed(tokens, deterministic)
+        rotation = rope_tables(self.config, tokens.shape[1])
+        x = self._layers(Block)(x, rotation, deterministic)
+        return RMSNorm(self.config.dtype, name="final_norm")(x)
+
+    def _embed(self, tokens: Int[Array, "batch seq"], deterministic: bool) -> Hidden:
         config = self.config
         init, shape = nn.initializers.normal(0.02), (config.vocab_size, config.width)
         table = self.param("token_embedding", init, shape)
@@ -244,16 +250,17 @@ class Llama(nn.Module):
         # Rows first and then their dtype: no copy of the table, and its gradient adds
         # up in float32.
         x = table[tokens].astype(config.dtype)
-        x = nn.Dropout(config.dropout, deterministic=deterministic)(x)
-        layers = Stack(
-            functools.partial(Block, config),
+        return nn.Dropout(config.dropout, deterministic=deterministic)(x)
+
+    def _layers(self, block: type[nn.Module]) -> Any:
+        config = self.config
+        return Stack(
+            functools.partial(block, config),
             config.num_layers,
             schedule=config.schedule,
             scan=config.scan,
             name="layers",
         )
-        x = layers(x, rope_tables(config, tokens.shape[1]), deterministic)
-        return RMSNorm(config.dtype, name="final_norm")(x)
 
 
 def forward_flops(config: LlamaConfig, *, batch: int, seq: int) -> int:

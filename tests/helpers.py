@@ -375,7 +375,11 @@ def interpret(fn, *args):
     The operations are compiled one by one and kept, so that programs of the same small
     arrays run at once.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return interpret_program(*jax.make_jaxpr(fn, return_shape=True)(*args), args)
+
+
+def interpret_program(closed, shapes, args):
+    """Return what a traced function (`make_jaxpr(fn, return_shape=True)`) returns."""
     results = _interpret(closed, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -399,7 +403,7 @@ def _operation(eqn, inputs):
     if eqn.primitive.name == "optimization_barrier":
         return inputs
     inner = list(_jax.inner_jaxprs(eqn).values())
-    if inner and eqn.primitive.name != "cond":
+    if inner and not eqn.primitive.name.startswith(("cond", "scatter")):
         return _interpret(inner[0], inputs)
     results = eqn.primitive.bind(*inputs, **eqn.params)
     return results if eqn.primitive.multiple_results else [results]

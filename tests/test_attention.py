@@ -30,16 +30,16 @@ def _inputs(seq, *, heads=2, kv_heads=None, head_dim=8, batch=2):
     ]
 
 
-def _value_and_gradients(implementation, *inputs):
-    return _jit(functools.partial(_vjp, _attend(implementation)))(*inputs)
+def _value_and_gradients(implementation, *inputs, causal=True):
+    return _jit(functools.partial(_vjp, _attend(implementation, causal)))(*inputs)
 
 
 def _jaxpr_of_gradients(implementation, *inputs):
     return jax.make_jaxpr(functools.partial(_vjp, _attend(implementation)))(*inputs)
 
 
-def _attend(implementation):
-    return functools.partial(attention, implementation=implementation)
+def _attend(implementation, causal=True):
+    return functools.partial(attention, implementation=implementation, causal=causal)
 
 
 def _vjp(fn, q, k, v, d_out):
@@ -47,14 +47,15 @@ def _vjp(fn, q, k, v, d_out):
     return out, vjp(d_out)
 
 
-def _by_hand(q, k, v):
+def _by_hand(q, k, v, causal=True):
     """Return softmax attention, one position at a time, with keys repeated."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     rows = []
     for t in range(q.shape[1]):
-        scores = jnp.einsum("bhd,bshd->bhs", q[:, t], k[:, : t + 1])
+        seen = slice(t + 1 if causal else None)
+        scores = jnp.einsum("bhd,bshd->bhs", q[:, t], k[:, seen])
         weights = jax.nn.softmax(scores / q.shape[-1] ** 0.5, axis=-1)
-        rows.append(jnp.einsum("bhs,bshd->bhd", weights, v[:, : t + 1]))
+        rows.append(jnp.einsum("bhs,bshd->bhd", weights, v[:, seen]))
     return jnp.stack(rows, axis=1)
 
 
@@ -66,6 +67,16 @@ def test_attention_equals_the_definition(implementation, kv_heads):
     inputs = _inputs(5, heads=4, kv_heads=kv_heads)
     got = _value_and_gradients(implementation, *inputs)
     wanted = _jit(functools.partial(_vjp, _by_hand))(*inputs)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+def test_attention_that_is_not_causal_reads_all_positions(implementation, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 3)  # two chunks, the second one padded
+    inputs = _inputs(5, heads=4, kv_heads=2)
+    got = _value_and_gradients(implementation, *inputs, causal=False)
+    by_hand = functools.partial(_by_hand, causal=False)
+    wanted = _jit(functools.partial(_vjp, by_hand))(*inputs)
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=2e-6)
 
 

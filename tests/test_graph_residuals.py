@@ -159,7 +159,7 @@ def test_a_view_of_a_parameter_is_an_argument(view):
 
 def test_a_cast_of_a_parameter_is_a_value():
     fn = lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)  # noqa: E731
-    cast = "convert_element_type"
+    cast = "test_a_cast_of_a_parameter_is_a_value/convert_element_type"
     assert sorted(labels(fn, W, X)) == [
         (cast, (BATCH, WIDTH), 1, "save"),
         (cast, (WIDTH, WIDTH), 1, "save"),

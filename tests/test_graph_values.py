@@ -219,9 +219,9 @@ def test_tag_names_use_the_programs_own_and_number_the_rest():
     products = [i for i, v in enumerate(values.items) if v.dot]
     others = [i for i, v in enumerate(values.items) if v.primitive == "tanh"]
     names = tag_names(values, products + others)
-    expected = ["hidden", "out_proj", "dot_general", "mlpwi", "mlpwo"]
+    expected = ["hidden", "out_proj", "layer/dot_general", "mlpwi", "mlpwo"]
     assert [names[i] for i in products] == expected
-    assert [names[i] for i in others] == ["tanh", "tanh#2"]
+    assert [names[i] for i in others] == ["layer/tanh", "layer/tanh#2"]
 
 
 def tagged(fn):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
+from jaxckpt import _jax
+from jaxckpt.errors import did_you_mean
 from jaxckpt.graph.regions import Region
 from jaxckpt.graph.trace import Graph
+from jaxckpt.policy_algebra import Policy, matches
 
 
 def warnings_about(graph: Graph) -> tuple[str, ...]:
@@ -36,6 +40,46 @@ def _warnings(graph: Graph) -> Iterator[str]:
             "worst moment as without it. Wrap one layer of several, not the whole "
             "model and not a single product; per layer is best."
         )
+    yield from _unmatched_names(graph.regions)
+    if any(_jax.excepts_names(r.policy) for r in _with_inner(graph.regions)):
+        yield (
+            "JAX's `save_anything_except_these_names` keeps everything, the excepted "
+            "values too. Use `jaxckpt.remat` with `jaxckpt.recompute(...)`."
+        )
+
+
+def _unmatched_names(regions: Iterable[Region]) -> Iterator[str]:
+    """Yield a sentence for each bare policy with names that no value carries.
+
+    Regions that share a policy share its names: one of them may carry a name alone.
+    """
+    carried: dict[frozenset[str], set[str]] = defaultdict(set)
+    for region in _with_inner(regions):
+        if wanted := _policy_names(region):
+            carried[wanted] |= region.names
+    for wanted, names in carried.items():
+        unmatched = [p for p in sorted(wanted) if not any(matches(p, n) for n in names)]
+        if not unmatched:
+            continue
+        listed = ", ".join(f"`{name}`" for name in unmatched)
+        share = "nothing" if len(unmatched) == len(wanted) else "not all"
+        hint = did_you_mean(unmatched[0], names) if names else "Nothing in it is named."
+        yield (
+            f"A remat keeps {share} of what its policy names: no value in it has the "
+            f"name {listed}. {hint}"
+        )
+
+
+def _policy_names(region: Region) -> frozenset[str]:
+    if isinstance(region.policy, Policy):
+        return frozenset(region.policy.patterns())
+    return _jax.policy_names(region.policy) or frozenset()
+
+
+def _with_inner(regions: Iterable[Region]) -> Iterator[Region]:
+    for region in regions:
+        yield region
+        yield from _with_inner(region.inner)
 
 
 def saves_nothing(graph: Graph) -> bool:

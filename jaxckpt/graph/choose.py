@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxckpt.graph.reads import find_reads
 from jaxckpt.graph.structure import structure_key
 from jaxckpt.graph.tag import results_read_by_derivatives, tag, tag_names
 from jaxckpt.graph.values import ForwardRuleError, Values, find_values
-from jaxckpt.policy_algebra import Decision, Everything, Policy, matches
+from jaxckpt.policy_algebra import Candidate, Decision, Everything, Policy
 
 _READS: dict[Any, Collection[int]] = {}
 _READS_KEPT = 256
@@ -59,12 +59,50 @@ def choose(closed: Any, policy: Policy, *, where: str, check: bool = True) -> Ch
     except ForwardRuleError:
         # No gradient is taken of such a call, or JAX says itself what the rule says.
         return Chosen(closed, (), ())
-    reads = _find_reads(values, closed)
     if check:
-        check_patterns(policy, values, reads, where)
+        check_patterns(policy, values, _find_reads(values, closed), where)
     candidates = [v.candidate for v in values.items]
     choice = policy.choose(candidates, values.same_data)
-    choice = {i: d for i, d in choice.items() if i in reads}
+    return choose_values(closed, choice, where=where, values=values)
+
+
+def choose_values(
+    closed: Any,
+    choice: Mapping[int, Decision],
+    *,
+    where: str = "a layer",
+    values: Values | None = None,
+) -> Chosen:
+    """Name chosen values of a layer, whether the program names them or not.
+
+    Left out are values that neither the backward pass nor a recomputation reads, and of
+    several views of the same bytes all but one.
+
+    Args:
+        closed: Closed jaxpr of the layer.
+        choice: Decision by the number of the value in `find_values(closed).items`.
+        where: What to call the layer in an error.
+        values: `find_values(closed)`, where it is there already.
+
+    Raises:
+        PolicyError: A value that the program names is complex.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def layer(w, x):
+        ...     return jnp.sin(jnp.sin(x @ w) @ w)
+        >>> closed = jax.make_jaxpr(layer)(jnp.ones((4, 4)), jnp.ones((2, 4)))
+        >>> [v.primitive for v in find_values(closed).items]
+        ['dot_general', 'sin', 'dot_general', 'sin']
+        >>> choose_values(closed, {1: Decision.SAVE, 2: Decision.OFFLOAD}).saved
+        ('layer/sin',)
+    """
+    if values is None:
+        values = find_values(closed)
+    reads = _find_reads(values, closed)
+    choice = {
+        i: d for i, d in choice.items() if i in reads and d is not Decision.RECOMPUTE
+    }
     choice = one_of_each(values, _without_complex(values, choice, where))
     names = tag_names(values, choice)
     places = {values.items[i].place: name for i, name in names.items()}
@@ -138,40 +176,68 @@ def check_patterns(
     policy: Policy, values: Values, reads: Collection[int], where: str
 ) -> None:
     """Raise `PolicyError` for a name pattern that has no effect."""
-    names = {v.name for v in values.items if v.name is not None}
-    read = {v.name for i, v in enumerate(values.items) if v.name and i in reads}
+    names = _Names(values, reads, where)
     for pattern in policy.patterns():
-        _check_pattern(pattern, names, read, where)
+        names.check(pattern, must_be_read=True)
     for pattern in policy.excluded_patterns():
-        _check_pattern(pattern, names, names, where)
+        names.check(pattern, must_be_read=False)
     for group in policy.optional_patterns():
-        if not any(matches(p, name) for p in group for name in read):
+        if not any(map(names.read_matching, group)):
             raise PolicyError(
                 f"None of the names of `{policy}` ({', '.join(group)}) is on a value "
                 f"that the backward pass of {where} reads. Names read there: "
-                f"{', '.join(sorted(read)) or '(none)'}."
+                f"{', '.join(sorted(names.read)) or '(none)'}."
             )
 
 
-def _check_pattern(pattern: str, names: set[str], read: set[str], where: str) -> None:
-    if any(matches(pattern, name) for name in read):
-        return
-    if not names:
+class _Names:
+    """The names of a layer, those that are read, and what a pattern matches of them."""
+
+    def __init__(self, values: Values, reads: Collection[int], where: str) -> None:
+        self.candidates = [v.candidate for v in values.items]
+        self.reads = reads
+        self.where = where
+        self.all = {c.name for c in self.candidates if c.name is not None}
+        self.read = {c.name for i, c in self._read if c.name is not None}
+
+    @property
+    def _read(self) -> Iterator[tuple[int, Candidate]]:
+        return ((i, c) for i, c in enumerate(self.candidates) if i in self.reads)
+
+    def read_matching(self, pattern: str) -> bool:
+        """Return whether a pattern matches a value that is read."""
+        return any(c.matches(pattern) for _, c in self._read)
+
+    def check(self, pattern: str, *, must_be_read: bool) -> None:
+        """Raise `PolicyError` where a pattern has no effect."""
+        found = [c for c in self.candidates if c.matches(pattern)]
+        if self.read_matching(pattern) or (found and not must_be_read):
+            return
+        if found:
+            unread = sorted({c.name or c.label or "" for c in found})
+            raise PolicyError(
+                f"`{pattern}` matches `{', '.join(unread)}` of {self.where}, which "
+                "neither its backward pass nor a recomputation reads: keeping it saves "
+                "nothing. Name the layer's input instead, or use one of: "
+                f"{', '.join(sorted(self.read))}."
+            )
+        if "/" in pattern:
+            labels = {c.label for _, c in self._read if c.label is not None}
+            raise PolicyError(
+                f"`{pattern}` matches no value of {self.where}, named or not. "
+                f"{did_you_mean(pattern, labels)}"
+            )
+        if not self.all:
+            raise PolicyError(
+                f"`{pattern}` names a value of {self.where}, but that has no named "
+                "values. Name them by `x = jax.ad_checkpoint.checkpoint_name(x, name)`, "
+                "and use the result. Values inside a `jax.checkpoint` of its own "
+                "follow its policy."
+            )
         raise PolicyError(
-            f"`{pattern}` names a value of {where}, but that has no named values. Name "
-            "them by `x = jax.ad_checkpoint.checkpoint_name(x, name)`, and use the "
-            "result. Values inside a `jax.checkpoint` of its own follow its policy."
+            f"`{pattern}` matches no named value of {self.where}. "
+            f"{did_you_mean(pattern, self.all)}"
         )
-    unread = sorted(name for name in names if matches(pattern, name))
-    if unread:
-        raise PolicyError(
-            f"`{pattern}` matches `{', '.join(unread)}` of {where}, which neither its "
-            "backward pass nor a recomputation reads: keeping it saves nothing. Name "
-            f"the layer's input instead, or use one of: {', '.join(sorted(read))}."
-        )
-    raise PolicyError(
-        f"`{pattern}` matches no named value of {where}. {did_you_mean(pattern, names)}"
-    )
 
 
 def refuse_unseen(chosen: Chosen, policy: Policy, where: str) -> None:

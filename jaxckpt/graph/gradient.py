@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxckpt import _jax
+from jaxckpt.errors import WorkloadError
 
 PyTree = Any
 
@@ -24,10 +25,12 @@ class Linearized:
     Attributes:
         closed: Closed jaxpr of the flat arguments -> outputs, then residuals.
         num_outputs: How many outputs come before the residuals.
+        shardings: Of the arguments; None for what is on one device.
     """
 
     closed: Any
     num_outputs: int
+    shardings: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Differentiable:
     ) -> Differentiable:
         """Flatten a function; `argnums=None` differentiates every inexact argument."""
         leaves, tree = jax.tree.flatten(tuple(args))
-        chosen = range(len(args)) if argnums is None else _tuple(argnums)
+        chosen = _positions(argnums, len(args))
         wrt, start = [], 0
         for number, argument in enumerate(args):
             stop = start + len(jax.tree.leaves(argument))
@@ -69,9 +72,10 @@ class Differentiable:
 
         return cls(flat, tuple(map(abstract, leaves)), tuple(wrt), has_aux)
 
-    def with_fn(self, fn: Callable[..., list[Any]]) -> Differentiable:
-        """Return the same split of another function of the same arguments."""
-        return Differentiable(fn, self.leaves, self.wrt, self.has_aux)
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """Shardings of the arguments, None for one that has none."""
+        return tuple(getattr(leaf, "sharding", None) for leaf in self.leaves)
 
     def jaxpr(self) -> Any:
         """Trace the function itself."""
@@ -87,7 +91,7 @@ class Differentiable:
             return [*outputs, *jax.tree.leaves(vjp)]
 
         closed = jax.make_jaxpr(forward)(*self.leaves)
-        return Linearized(closed, count[-1])
+        return Linearized(closed, count[-1], self.shardings)
 
     def gradient(self) -> Any:
         """Trace forward and backward pass: outputs, then gradients (of ones)."""
@@ -184,9 +188,9 @@ def _fresh(jaxpr: Any, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def has_remat(closed: Any) -> bool:
-    """Return whether a `jax.checkpoint` stands anywhere in a program."""
+    """Return whether a `jax.checkpoint` or a stack stands anywhere in a program."""
     return any(
-        _jax.remat_parameters(eqn) is not None
+        _rematerialised(eqn) is not None
         or any(map(has_remat, _jax.inner_jaxprs(eqn).values()))
         for eqn in _jax.open_jaxpr(closed).eqns
     )
@@ -216,5 +220,34 @@ def is_inexact_type(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def abstract_tree(args: PyTree) -> PyTree:
+    """Return abstract arrays in the place of arrays.
+
+    Raises:
+        WorkloadError: A leaf is no array.
+    """
+
+    def leaf(path: Any, value: Any) -> Any:
+        try:
+            return abstract(value)
+        except TypeError as error:
+            name = jax.tree_util.keystr(path[1:])
+            raise WorkloadError(
+                f"Argument {path[0].idx} holds `{value!r}`{name and f' at `{name}`'}, "
+                "which is no array. Close over what is none (`functools.partial`), or "
+                "take it out (`equinox.partition`, `nnx.split`)."
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(leaf, args)
+
+
+def _positions(argnums: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if argnums is None:
+        return tuple(range(count))
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if wrong := [i for i in chosen if not -count <= i < count]:
+        raise ValueError(
+            f"`argnums={argnums}` has {wrong[0]}, but the function is given {count} "
+            f"arguments: 0 to {count - 1}."
+        )
+    return tuple(i % count for i in chosen)

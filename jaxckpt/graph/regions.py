@@ -15,7 +15,7 @@ from jaxckpt.graph.gradient import Differentiable, is_stack, struct_of
 from jaxckpt.graph.reads import find_reads, find_recomputed
 from jaxckpt.graph.residuals import Residual, find_residuals
 from jaxckpt.graph.structure import structure_key
-from jaxckpt.graph.values import VIEWS, Value, Values, find_values
+from jaxckpt.graph.values import SAME_DATA, VIEWS, Value, Values, find_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Region:
 
     @cached_property
     def _values(self) -> Values:
-        return find_values(self.body)
+        return find_values(self.body, opaque_rules=True)
 
     @property
     def _arguments(self) -> list[Any]:
@@ -59,12 +59,15 @@ class Region:
         return tuple(replace(values.items[i], name=values.name_of(i)) for i in indices)
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the values in it, without those of regions inside it."""
+        return frozenset(v.name for v in self._values.items if v.name is not None)
+
+    @cached_property
     def names_without_effect(self) -> frozenset[str]:
         """Names of values that neither backward pass nor a recomputation reads."""
         read = find_reads(self._values, self.body)
-        items = self._values.items
-        named = {v.name for v in items if v.name is not None}
-        return frozenset(named - {items[i].name for i in read})
+        return self.names - {self._values.items[i].name for i in read}
 
     @cached_property
     def skipped_dots(self) -> tuple[Value, ...]:
@@ -145,6 +148,9 @@ def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int, bool]]:
             )
             yield parameters, times, times == 1 and any(v in inputs for v in scanned)
             continue
+        if eqn.primitive.name in SAME_DATA and not _is_literal(eqn.invars[0]):
+            if eqn.invars[0] in inputs:  # parameters, cast for the layers
+                inputs.update(eqn.outvars)
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _jax.inner_jaxprs(eqn).values():
             yield from _remat_calls(inner, times * length)
@@ -152,7 +158,7 @@ def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int, bool]]:
 
 def _kept(fn: Callable[..., Any], arguments: list[Any]) -> tuple[Residual, ...]:
     split = Differentiable.of(fn, arguments, None)
-    return tuple(r for r in find_residuals(split.linearized()) if not r.argument)
+    return tuple(r for r in find_residuals(split.linearized()) if r.held)
 
 
 def _is_literal(atom: Any) -> bool:

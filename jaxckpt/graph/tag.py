@@ -7,31 +7,31 @@ policy made of those names then keeps exactly the chosen values.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxckpt import _jax
 from jaxckpt.graph.results import derivative_reads_result, named_operation
-from jaxckpt.graph.values import FORWARD_RULE, Path, Place, Values
+from jaxckpt.graph.values import FORWARD_RULE, Path, Place, Values, opens
 
 
 def tag_names(values: Values, indices: Iterable[int]) -> dict[int, str]:
     """Return a readable, unique and stable name for each chosen value.
 
-    It is the name that the program gave (to the value or a view of it), or else the
-    name stack and the operation; equal ones are numbered from the second on, in the
-    order of the program.
+    It is its label (`Value.label`). Of several chosen values that the program gave the
+    same name, those from the second on are numbered, in the order of the program.
     """
-    used: dict[str, int] = defaultdict(int)
-    names = {}
+    used: Counter[str] = Counter()
+    names: dict[int, str] = {}
+    taken: set[str] = set()
     for index in sorted(indices):
-        value = values.items[index]
-        base = values.name_of(index) or "/".join(
-            filter(None, (value.scope, value.primitive))
-        )
-        used[base] += 1
-        names[index] = base if used[base] == 1 else f"{base}#{used[base]}"
+        name = label = values.items[index].label
+        while name in taken:
+            used[label] += 1
+            name = f"{label}#{used[label] + 1}"
+        taken.add(name)
+        names[index] = name
     return names
 
 
@@ -123,7 +123,7 @@ class _Inserter:
         if eqn.primitive.name == "custom_vjp_call":
             inside = (*here, FORWARD_RULE)
             return _jax.with_forward_rule(eqn, lambda j: self.jaxpr(j, inside))
-        if _jax.remat_parameters(eqn) or eqn.primitive.name.startswith("custom_jvp"):
+        if not opens(eqn):
             return eqn
         replaced = {}
         for key, inner in _jax.inner_jaxprs(eqn).items():

@@ -7,13 +7,30 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from jaxckpt import _jax
-from jaxckpt.graph.flops import Flops, count_flops, equations, matmul_flops
-from jaxckpt.graph.gradient import Differentiable, without_remat
+from jaxckpt.graph.flops import (
+    Flops,
+    Operation,
+    Unknown,
+    count_flops,
+    equations,
+    find_unknown,
+    matmul_flops,
+    operations,
+)
+from jaxckpt.graph.gradient import (
+    Differentiable,
+    abstract_tree,
+    has_remat,
+    without_remat,
+)
 from jaxckpt.graph.regions import Region, find_regions, layer_loops
 from jaxckpt.graph.residuals import Residual, find_residuals
 from jaxckpt.graph.values import Value, find_values
-from jaxckpt.matmul import find_matmul
+
+PyTree = Any
 
 
 @dataclass(frozen=True)
@@ -22,8 +39,9 @@ class Equation:
 
     Attributes:
         primitive: Its name.
-        flops: Matmul FLOPs of all its runs.
-        bytes: Bytes it reads and writes, of all its runs.
+        flops: Matmul FLOPs of all its runs; inside `shard_map`, on all devices.
+        bytes: Bytes it reads and writes on one device, of all its runs; never 0 of an
+            operation that makes something.
         times: How often it runs (lengths of the scans around it).
         name: The name given by `checkpoint_name`, where it is one.
         source: `file:line (function)`.
@@ -43,11 +61,34 @@ class Graph:
     """A traced function: its values, equations, residuals and costs.
 
     Build one by `trace`. Everything is worked out from jaxprs when first asked for;
-    residuals come from JAX's own linearisation.
+    residuals come from JAX's own linearisation. Bytes are those of one device (see
+    `jaxckpt.graph.sharding` for what is known before compiling).
+
+    Attributes:
+        fn: The function that was traced.
+        args: Its arguments, abstract, as trees.
+        argnums: Which of them are differentiated; None for all that hold floats.
+        has_aux: Whether only the first output is differentiated.
     """
 
-    def __init__(self, split: Differentiable) -> None:
-        self._split = split
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[PyTree],
+        argnums: int | Sequence[int] | None = 0,
+        has_aux: bool = False,
+    ) -> None:
+        self.fn = fn
+        self.args = abstract_tree(tuple(args))
+        self.argnums = argnums
+        self.has_aux = has_aux
+        self._output_tree: Any = None
+        self._split = Differentiable.of(self._recorded, self.args, argnums, has_aux)
+
+    def _recorded(self, *args: PyTree) -> PyTree:
+        outputs = self.fn(*args)
+        self._output_tree = jax.tree.structure(outputs)
+        return outputs
 
     @cached_property
     def jaxpr(self) -> Any:
@@ -56,17 +97,28 @@ class Graph:
 
     @cached_property
     def values(self) -> tuple[Value, ...]:
-        """The forward values that could be kept, in the order of the program."""
-        return find_values(self.jaxpr).items
+        """The forward values that could be kept, in the order of the program.
+
+        They are those of `plain`, whose jaxpr their places refer to: what stands inside
+        a `jax.checkpoint` or a `jaxckpt.Stack` is listed as without it.
+        """
+        shardings = self._split.shardings
+        plain = self.plain.jaxpr
+        return find_values(plain, opaque_rules=True, shardings=shardings).items
 
     @cached_property
     def equations(self) -> tuple[Equation, ...]:
         """Every operation that runs; inner ones stand for the calls that hold them."""
-        return tuple(
-            _equation(eqn, times)
-            for eqn, times in equations(self.jaxpr)
-            if not _jax.inner_jaxprs(eqn)
-        )
+        return tuple(map(_equation, operations(self.jaxpr)))
+
+    @cached_property
+    def unknown(self) -> dict[str, Unknown]:
+        """Operations of unknown work by name, most bytes first: their bytes are a cost.
+
+        Custom calls, kernels, callbacks, solvers: what is no product in the list of
+        `jaxckpt.matmul`, no elementwise operation, reduction or move of data.
+        """
+        return find_unknown(_jax.without_dead_code(self.jaxpr))
 
     @cached_property
     def residuals(self) -> tuple[Residual, ...]:
@@ -76,7 +128,7 @@ class Graph:
     @property
     def residual_bytes(self) -> int:
         """Bytes of the residuals on the device, without arguments and views of them."""
-        kept = (r for r in self.residuals if not r.argument and r.decision == "save")
+        kept = (r for r in self.residuals if r.held and r.decision == "save")
         return sum(r.bytes for r in kept)
 
     @cached_property
@@ -118,8 +170,15 @@ class Graph:
 
     @cached_property
     def plain(self) -> Graph:
-        """The same program with each `jax.checkpoint` in it taken away."""
-        return Graph(self._split.with_fn(without_remat(self.jaxpr)))
+        """The same program with each `jax.checkpoint`, and each stack, taken away."""
+        if not has_remat(self.jaxpr):
+            return self
+        run = without_remat(self.jaxpr)
+
+        def fn(*args: PyTree) -> PyTree:
+            return jax.tree.unflatten(self._output_tree, run(*jax.tree.leaves(args)))
+
+        return Graph(fn, self.args, self.argnums, self.has_aux)
 
     def scopes(self, prefix: str) -> tuple[str, ...]:
         """Return what stands in brackets in `named_scope("prefix[...]")`, each once."""
@@ -141,10 +200,15 @@ def trace(
 
     Args:
         fn: The function; its outputs are arrays or trees of arrays.
-        args: Its arguments; arrays may be abstract (`jax.ShapeDtypeStruct`).
+        args: Its arguments; arrays may be abstract (`jax.ShapeDtypeStruct`), and
+            sharded.
         argnums: Which arguments are differentiated, as in `jax.grad`; None for all that
             hold floating values.
         has_aux: Whether only the first output is differentiated, as in `jax.grad`.
+
+    Raises:
+        WorkloadError: An argument holds something that is no array.
+        ValueError: `argnums` names no argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -155,19 +219,17 @@ def trace(
         >>> [(r.primitive, r.bytes) for r in graph.residuals if not r.argument]
         [('cos', 128)]
     """
-    return Graph(Differentiable.of(fn, args, argnums, has_aux))
+    return Graph(fn, args, argnums, has_aux)
 
 
-def _equation(eqn: Any, times: int) -> Equation:
-    inputs = [v.aval for v in eqn.invars]
-    outputs = [v.aval for v in eqn.outvars]
-    matmul = find_matmul(eqn.primitive.name)
+def _equation(operation: Operation) -> Equation:
+    eqn = operation.equation
     return Equation(
         primitive=eqn.primitive.name,
-        flops=times * matmul.flops(inputs, outputs, eqn.params) if matmul else 0,
-        bytes=times * sum(map(_jax.nbytes, inputs + outputs)),
-        times=times,
+        flops=operation.flops,
+        bytes=operation.bytes,
+        times=operation.times,
         name=_jax.bound_name(eqn),
-        source=_jax.source_line(eqn),
-        scope=_jax.scope(eqn),
+        source=operation.where.source,
+        scope=operation.where.scope,
     )

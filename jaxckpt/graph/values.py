@@ -8,13 +8,15 @@ in between.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from jaxckpt import _jax
+from jaxckpt.graph.names import Where
+from jaxckpt.graph.sharding import Shards
 from jaxckpt.matmul import find_matmul
 from jaxckpt.policy_algebra import Candidate
 
@@ -76,6 +78,9 @@ class Value:
         source: `file:line (function)` that made it.
         scope: Name stack: `jax.named_scope`s and flax module path.
         in_rule: Whether it is made inside a `custom_vjp` forward rule.
+        label: The name that the program gave it or a view of it; else a name made of
+            the module path (or the function) and the operation, numbered from the
+            second on, the same at each tracing.
     """
 
     place: Place
@@ -89,11 +94,12 @@ class Value:
     source: str
     scope: str
     in_rule: bool
+    label: str
 
     @property
     def candidate(self) -> Candidate:
         """What a policy is told about it."""
-        return Candidate(self.name, self.dot, self.bytes)
+        return Candidate(self.name, self.dot, self.bytes, self.label)
 
 
 class Values:
@@ -109,8 +115,19 @@ class Values:
 
     @cached_property
     def items(self) -> tuple[Value, ...]:
-        """The values in the order of the program."""
-        return tuple(self._by_key.values())
+        """The values in the order of the program, with their labels."""
+        names = _view_names(self._by_key, self._view_of)
+        numbers: Counter[str] = Counter()
+        labelled = []
+        for key, value in self._by_key.items():
+            name = names.get(key)
+            if name is None:
+                name = value.label
+                numbers[name] += 1
+                if numbers[name] > 1:
+                    name = f"{name}#{numbers[name]}"
+            labelled.append(replace(value, label=name))
+        return tuple(labelled)
 
     @cached_property
     def _keys(self) -> tuple[Key, ...]:
@@ -159,16 +176,12 @@ class Values:
         return None if value is None else value.name
 
     @cached_property
-    def _names_of_views(self) -> dict[int, str]:
-        names: dict[int, str] = {}
-        for index, value in enumerate(self.items):
-            if value.name is not None:
-                names.setdefault(self.root(index), value.name)
-        return names
+    def _names_of_views(self) -> dict[Key, str]:
+        return _view_names(self._by_key, self._view_of)
 
     def name_of(self, index: int) -> str | None:
         """Return the name that the program gave to a value, or to a view of it."""
-        return self.items[index].name or self._names_of_views.get(index)
+        return self._names_of_views.get(self._keys[index])
 
     def _views(self, key: Key) -> Iterator[Key]:
         """Yield the keys that `key` is a view of, nearest first."""
@@ -217,16 +230,41 @@ class Values:
         return len(self._by_key)
 
 
-def find_values(closed: Any) -> Values:
-    """Return every value of a closed jaxpr that could be kept."""
+def _view_names(
+    values: Mapping[Key, Value], view_of: Mapping[Key, Key]
+) -> dict[Key, str]:
+    """Return, by key, the names of values, and of the values that these are views of.
+
+    Of several views with names the first gives its name to what they are views of.
+    """
+    names = {key: v.name for key, v in values.items() if v.name is not None}
+    for key, name in list(names.items()):
+        while (key := view_of.get(key)) is not None and key not in names:
+            if key in values:
+                names[key] = name
+    return names
+
+
+def find_values(
+    closed: Any, *, opaque_rules: bool = False, shardings: Sequence[Any] = ()
+) -> Values:
+    """Return every value of a closed jaxpr that could be kept.
+
+    Args:
+        closed: The program.
+        opaque_rules: Whether a `custom_vjp` call whose forward rule refuses to be
+            traced counts as one operation.
+        shardings: Of the flat inputs, where they are sharded.
+
+    Raises:
+        ForwardRuleError: There is such a call, and it does not.
+    """
     values = Values()
-    _walk(values, _jax.open_jaxpr(closed), (), 1)
+    jaxpr = _jax.open_jaxpr(closed)
+    shards = Shards(closed, shardings or [None] * len(jaxpr.invars))
+    walk = _Walk(values, opaque_rules, shards)
+    walk.jaxpr(jaxpr, _Around((), 1, Where()))
     return values
-
-
-def _walk(values: Values, jaxpr: Any, path: Path, times: int) -> None:
-    for number, eqn in enumerate(jaxpr.eqns):
-        _visit(values, eqn, path, (*path, number), times)
 
 
 def gives_name(value: Value) -> bool:
@@ -242,42 +280,88 @@ def is_view(eqn: Any) -> bool:
     return eqn.primitive.name in VIEWS
 
 
-def _visit(values: Values, eqn: Any, path: Path, here: Path, times: int) -> None:
-    primitive = eqn.primitive.name
-    if primitive == "custom_vjp_call":
-        _visit_custom_vjp(values, eqn, path, here, times)
-        return
-    if _jax.remat_parameters(eqn) is None and not primitive.startswith("custom_jvp"):
-        for key, inner in _jax.inner_jaxprs(eqn).items():
-            length = eqn.params.get("length", 1) if primitive == "scan" else 1
-            _walk(values, _jax.open_jaxpr(inner), (*here, key), times * length)
-            if _jax.called_jaxpr(eqn) is not None:
-                _link_call(values, eqn, _jax.open_jaxpr(inner), path, (*here, key))
+@dataclass(frozen=True)
+class _Around:
+    """What stands around a jaxpr: its path, how often it runs, where it is written."""
+
+    path: Path
+    times: int
+    where: Where
+
+    def inside(self, eqn: Any, number: int, key: str) -> _Around:
+        """Return where an inner jaxpr of an equation stands."""
+        length = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        path = (*self.path, number, key)
+        return _Around(path, self.times * length, self.where.of(eqn))
+
+
+class _Walk:
+    """Adds the values of a jaxpr, and of what it calls, to `values`."""
+
+    def __init__(self, values: Values, opaque_rules: bool, shards: Shards) -> None:
+        self.values = values
+        self.opaque_rules = opaque_rules
+        self.shards = shards
+
+    def jaxpr(self, jaxpr: Any, around: _Around) -> None:
+        for number, eqn in enumerate(jaxpr.eqns):
+            self.equation(eqn, number, around)
+
+    def equation(self, eqn: Any, number: int, around: _Around) -> None:
+        if eqn.primitive.name == "custom_vjp_call":
+            if self._opened_rule(eqn, number, around):
                 return
-    _link_same_data(values, eqn, path)
-    for index, variable in enumerate(eqn.outvars):
-        if not _jax.is_drop(variable):
-            _add(values, eqn, (path, variable), (here, index), times)
+        elif opens(eqn):
+            for key, inner in _jax.inner_jaxprs(eqn).items():
+                inside = around.inside(eqn, number, key)
+                self.jaxpr(_jax.open_jaxpr(inner), inside)
+                if _jax.called_jaxpr(eqn) is not None:
+                    opened = _jax.open_jaxpr(inner)
+                    _link_call(self.values, eqn, opened, around.path, inside.path)
+                    return
+        _link_same_data(self.values, eqn, around.path)
+        for index, variable in enumerate(eqn.outvars):
+            if not _jax.is_drop(variable):
+                place = (*around.path, number), index
+                size = self.shards.bytes(around.path, variable)
+                value = _value(eqn, place, around, size)
+                self.values.add((around.path, variable), value)
+
+    def _opened_rule(self, eqn: Any, number: int, around: _Around) -> bool:
+        """Open the forward rule: it is what runs where a gradient is taken."""
+        try:
+            rule = _jax.forward_rule(eqn)
+        except Exception as error:  # whatever the user's rule raises
+            if self.opaque_rules:
+                return False
+            raise ForwardRuleError from error
+        assert rule is not None
+        jaxpr, _, num_residuals = rule
+        inside = around.inside(eqn, number, FORWARD_RULE)
+        first = len(self.values)
+        self.jaxpr(jaxpr, inside)
+        here = inside.path
+        outputs = [(here, v) for v in jaxpr.outvars if not isinstance(v, _jax.Literal)]
+        dot = contained_dot(jaxpr)
+        self.values.close_rule(first, outputs, around.times, dot)
+        arguments = eqn.invars[eqn.params["num_consts"] :]
+        path = around.path
+        _link_variables(self.values, arguments, path, jaxpr.invars, here)
+        results = jaxpr.outvars[num_residuals:]
+        _link_variables(self.values, results, here, eqn.outvars, path)
+        return True
 
 
-def _visit_custom_vjp(
-    values: Values, eqn: Any, path: Path, here: Path, times: int
-) -> None:
-    """Open the forward rule: it is what runs where a gradient is taken."""
-    try:
-        rule = _jax.forward_rule(eqn)
-    except Exception as error:  # whatever the user's rule raises
-        raise ForwardRuleError from error
-    assert rule is not None
-    jaxpr, _, num_residuals = rule
-    inside = (*here, FORWARD_RULE)
-    first = len(values)
-    _walk(values, jaxpr, inside, times)
-    outputs = [(inside, v) for v in jaxpr.outvars if not isinstance(v, _jax.Literal)]
-    values.close_rule(first, outputs, times, contained_dot(jaxpr))
-    arguments = eqn.invars[eqn.params["num_consts"] :]
-    _link_variables(values, arguments, path, jaxpr.invars, inside)
-    _link_variables(values, jaxpr.outvars[num_residuals:], inside, eqn.outvars, path)
+def opens(eqn: Any) -> bool:
+    """Return whether what an equation runs is looked into, for values to keep.
+
+    A `jax.checkpoint` follows a policy of its own. A `custom_jvp` call runs its rule in
+    a gradient, not what it holds. A kernel's values never reach the device's memory.
+    """
+    if _jax.remat_parameters(eqn) is not None:
+        return False
+    name = eqn.primitive.name
+    return not name.startswith("custom_jvp") and name != "pallas_call"
 
 
 def _link_call(values: Values, eqn: Any, inner: Any, path: Path, inside: Path) -> None:
@@ -313,25 +397,25 @@ def _link_biased(values: Values, eqn: Any, path: Path) -> None:
         values.link((path, whole[0]), (path, output), view=False)
 
 
-def _add(values: Values, eqn: Any, key: Any, place: Place, times: int) -> None:
-    aval = key[1].aval
+def _value(eqn: Any, place: Place, around: _Around, size: int) -> Value:
+    aval = eqn.outvars[place[1]].aval
     primitive = eqn.primitive.name
+    where = around.where.of(eqn)
     name = _jax.bound_name(eqn) or _IMPLIED_NAMES.get((primitive, place[1]))
-    name = name or _name_inside(eqn, place[1])
-    value = Value(
+    return Value(
         place=place,
-        name=name,
+        name=name or _name_inside(eqn, place[1]),
         primitive=primitive,
         dot=_dot_of(eqn),
         shape=tuple(getattr(aval, "shape", ())),
         dtype=str(getattr(aval, "dtype", "")),
-        bytes=_jax.nbytes(aval),
-        times=times,
-        source=_jax.source_line(eqn),
-        scope=_jax.scope(eqn),
+        bytes=size,
+        times=around.times,
+        source=where.source,
+        scope=where.scope,
         in_rule=False,
+        label=where.label(primitive),
     )
-    values.add(key, value)
 
 
 def _name_inside(eqn: Any, index: int) -> str | None:

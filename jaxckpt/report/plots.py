@@ -213,3 +213,37 @@ def _common(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     low = np.maximum(box[:2], others[:, :2])
     high = np.minimum(box[2:], others[:, 2:])
     return np.prod(np.maximum(high - low, 0), axis=1)
+
+
+def save_scatter(points: Sequence[tuple[str, float, float]], path: Path) -> None:
+    """Write a picture of predicted against compiled bytes, on logarithmic axes.
+
+    The line is where both are equal, the band ten percent to either side; points of
+    one group share a colour.
+
+    Args:
+        points: (group, compiled bytes, predicted bytes).
+        path: Where to write it; the suffix says the kind (`SUFFIXES`).
+    """
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    gib = 2.0**30
+    for group in dict.fromkeys(name for name, _, _ in points):
+        pairs = [(x / gib, y / gib) for name, x, y in points if name == group]
+        axes.plot(*zip(*pairs, strict=True), "o", ms=6, alpha=0.7, label=group)
+    values = [value / gib for _, *pair in points for value in pair]
+    ends = np.array([min(values) / 1.3, max(values) * 1.3])
+    axes.plot(ends, ends, color="black", lw=0.8)
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="black", alpha=0.08, lw=0)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set_xlabel("peak by the compiler's buffer assignment, GiB")
+    axes.set_ylabel("peak predicted from the jaxpr, GiB")
+    axes.set_title("Predicted against compiled peak (band: 10 %)")
+    axes.grid(alpha=0.25, which="both")
+    axes.legend(fontsize=7, loc="upper left")
+    figure.savefig(path)

@@ -1,0 +1,167 @@
+"""The `Plan`: which schedule rules which stack of a program; and hand-written ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jaxckpt.errors import JaxckptError, PlanError, did_you_mean
+from jaxckpt.layers import check_form
+from jaxckpt.policy import parse_policy
+from jaxckpt.rewrite import apply, find_chain, try_call
+from jaxckpt.rewrite_find import check_names, fingerprint_of
+from jaxckpt.schedule import Schedule, as_schedule, parse_schedule
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+EXISTING = ("replace", "keep")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers of a program are rematerialised, and how; made by `plan_from`.
+
+    Attributes:
+        rules: A schedule for each stack, by the stack's name.
+        form: The form of scanned stacks (see `run_layers`); None for the best one.
+        existing: What becomes of remat that is there around or in these stacks:
+            `"replace"` takes it away, `"keep"` leaves it.
+        depths: The number of layers of each stack.
+        fingerprint: What tells the program from others; None to ask only for stacks of
+            these names.
+
+    Example:
+        >>> plan = Plan((("encoder", parse_schedule("every(4)")),), depths=(8,))
+        >>> print(plan)
+        encoder: every(4) on 8 layers
+          forward   *...*...   * keeps the layer's input, . nothing
+        backward runs again, in order:
+                        ====   layers 4-7
+                    ====       layers 0-3
+        2 layer inputs kept; 16 layer forwards: 8 forward, 8 again
+    """
+
+    rules: tuple[tuple[str, Schedule], ...]
+    form: str | None = None
+    existing: str = "replace"
+    depths: tuple[int, ...] = ()
+    fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise PlanError("The plan has no rule. Give one for a stack at least.")
+        check_form(self.form)
+        if self.existing not in EXISTING:
+            hint = did_you_mean(str(self.existing), EXISTING)
+            raise PlanError(f"`existing={self.existing!r}` is not known. {hint}")
+
+    @property
+    def schedule(self) -> Schedule:
+        """The one schedule of all its stacks.
+
+        Raises:
+            PlanError: There are several.
+        """
+        different = {schedule for _, schedule in self.rules}
+        if len(different) > 1:
+            names = ", ".join(f"{name}: {schedule}" for name, schedule in self.rules)
+            raise PlanError(
+                f"The plan has a schedule for each stack ({names}). Use `plan.rules`."
+            )
+        return self.rules[0][1]
+
+    def apply(self, fn: Function) -> Function:
+        """Return a function that follows the plan (`jaxckpt.rewrite.apply`)."""
+        return apply(self, fn)
+
+    def __str__(self) -> str:
+        depths = self.depths or (None,) * len(self.rules)
+        lines = [
+            f"{name}: {schedule.draw(depth) if depth else schedule}"
+            for (name, schedule), depth in zip(self.rules, depths, strict=True)
+        ]
+        if self.form is not None:
+            lines.append(f"form: {self.form}")
+        if self.existing == "keep":
+            lines.append("remat of the program's own stays")
+        return "\n".join(lines)
+
+
+def plan_from(
+    rule: Any,
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    form: str | None = None,
+    existing: str = "replace",
+) -> Plan:
+    """Return a hand-written rule as a plan for a program.
+
+    The program is traced and rewritten once, so that a plan which is returned works.
+
+    Args:
+        rule: For every stack of layers: a policy, a schedule, or the text of one; or
+            a mapping of stack names to such rules. Stacks that it leaves out stay as
+            they are.
+        loss_fn: The function.
+        args: Its arguments; arrays may be abstract.
+        form: The form of scanned stacks (see `run_layers`); None for the best one.
+        existing: What to do about remat that is there around or in these stacks:
+            `"replace"` or `"keep"` it.
+
+    Raises:
+        PlanError: There is no stack (of such a name), or the rule is none.
+        ScheduleError: A schedule does not suit the depth.
+        PolicyError: A policy has no effect on a layer.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(weights, x):
+        ...     x, _ = jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, weights)
+        ...     return jnp.sum(x)
+        >>> weights = jax.ShapeDtypeStruct((8, 4, 4), "float32")
+        >>> plan = plan_from("every(4)", loss, weights, jnp.ones((2, 4)))
+        >>> str(plan.schedule), plan.depths
+        ('every(4)', (8,))
+    """
+    label = f"`{getattr(loss_fn, '__qualname__', type(loss_fn).__name__)}`"
+    asked = Plan((("", as_schedule(None)),), form, existing)  # checks the settings
+    chain = find_chain(loss_fn, args, existing=asked.existing)
+    stacks = {stack.name: stack for stack in chain.stacks}
+    if isinstance(rule, Mapping):
+        check_names(rule, chain, label)
+        rules = {name: as_rule(given) for name, given in rule.items()}
+    else:
+        check_names((), chain, label)
+        rules = dict.fromkeys(stacks, as_rule(rule))
+    found = [stacks[name] for name in rules]
+    plan = Plan(
+        tuple(rules.items()),
+        form,
+        existing,
+        tuple(stack.num_layers for stack in found),
+        fingerprint_of(found),
+    )
+    try_call(plan.apply(loss_fn), args)
+    return plan
+
+
+def as_rule(given: Any) -> Schedule:
+    """Return the schedule of a rule: a policy, a schedule, or the text of one.
+
+    Example:
+        >>> str(as_rule("save(out_proj)")), str(as_rule("remat_every(2)"))
+        ('uniform(save(out_proj))', 'remat_every(2)')
+    """
+    if not isinstance(given, str):
+        return as_schedule(given)
+    try:
+        return parse_schedule(given)
+    except JaxckptError as no_schedule:
+        try:
+            return as_schedule(parse_policy(given))
+        except JaxckptError as no_policy:
+            raise PlanError(
+                f"`rule={given!r}` is no schedule: {no_schedule} And no policy: "
+                f"{no_policy}"
+            ) from None

@@ -1,0 +1,104 @@
+"""Remat that a plan takes the place of, told apart from the remat of other parts.
+
+A plan replaces what rematerialises its own stacks, be it around them or in them. A head
+or a chunked loss that is rematerialised stays so, as does a stack without a rule.
+
+Which operation came out of which `jax.checkpoint` has to be known when all of them are
+taken away and the stacks are found. So each operation carries a mark: the numbers of
+the calls around it, outermost first; of such a call, its own is the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from jaxckpt import _jax
+from jaxckpt.graph.flops import equations
+from jaxckpt.graph.gradient import is_stack
+from jaxckpt.graph.stages import Chain, Stack, stages
+
+
+def has_remat(closed: Any) -> bool:
+    """Return whether a program rematerialises anything."""
+    return any(_is_remat(eqn) for eqn, _ in equations(closed))
+
+
+def without_own_remat(
+    closed: Any, find: Callable[[Chain], tuple[Stack, ...]]
+) -> tuple[Chain, tuple[Stack, ...]]:
+    """Cut a program in a chain in which other parts keep their remat.
+
+    Args:
+        closed: The program as it was traced.
+        find: Returns the stacks of a chain that the plan rules.
+
+    Returns:
+        The chain, and its stacks that the plan rules.
+    """
+    marked = _Marker().program(closed)
+    chain = stages(marked, remat=True)
+    found = find(chain)
+    owned = _owned(chain, found)
+    with_others = stages(marked, remat=lambda eqn: _regions(eqn)[-1] in owned)
+    known = {stack.name: stack for stack in with_others.stacks}
+    others = [known.get(stack.name) for stack in found]
+    if [_shape(s) for s in others] == [_shape(s) for s in found]:
+        return with_others, find(with_others)
+    return chain, found
+
+
+def _shape(stack: Stack | None) -> Any:
+    return None if stack is None else (stack.num_layers, stack.scanned)
+
+
+class _Marker:
+    """Puts marks into a program; each place gets marks of its own."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def program(self, closed: Any, regions: tuple[int, ...] = ()) -> Any:
+        jaxpr = _jax.open_jaxpr(closed)
+        eqns = [self._equation(eqn, regions) for eqn in jaxpr.eqns]
+        return _jax.with_jaxpr(closed, jaxpr.replace(eqns=eqns))
+
+    def _equation(self, eqn: Any, regions: tuple[int, ...]) -> Any:
+        if _is_remat(eqn):
+            regions = (*regions, next(self._numbers))
+        if "_prim" not in eqn.params:
+            inner = _jax.inner_jaxprs(eqn)
+            changed = {key: self.program(j, regions) for key, j in inner.items()}
+            eqn = _jax.replace_inner(eqn, changed)
+        return _jax.with_mark(eqn, regions) if regions else eqn
+
+
+def _owned(chain: Chain, found: Sequence[Stack]) -> set[int]:
+    """Return the rematerialised calls that are around or in the layers of stacks.
+
+    What stands at the edge of a layer may have come from elsewhere, so most counts.
+    """
+    total = _count(chain.closed)
+    inside: Counter[int] = Counter()
+    owned: set[int] = set()
+    for stage in (stage for stack in found for stage in stack.stages):
+        of_layer = _count(stage.body)
+        size = sum(1 for _ in equations(stage.body))
+        owned |= {region for region, n in of_layer.items() if 2 * n > size}
+        inside += of_layer
+    return owned | {region for region, n in inside.items() if 2 * n > total[region]}
+
+
+def _count(closed: Any) -> Counter[int]:
+    """Return how many operations came out of each rematerialised call."""
+    return Counter(r for eqn, _ in equations(closed) for r in _regions(eqn))
+
+
+def _regions(eqn: Any) -> tuple[int, ...]:
+    return _jax.mark_of(eqn) or ()
+
+
+def _is_remat(eqn: Any) -> bool:
+    return _jax.remat_parameters(eqn) is not None or is_stack(eqn)
