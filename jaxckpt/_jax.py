@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import math
 import os
+import pathlib
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from jax.interpreters import ad as _ad
 Var = jex.Var
 Literal = jex.Literal
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
+_PACKAGE = str(pathlib.Path(__file__).parent) + os.sep
 
 SAVEABLE = _pe.Saveable
 RECOMPUTE = _pe.Recompute
@@ -435,12 +436,12 @@ def local_shape(shape: Sequence[int], sharding: Any) -> tuple[int, ...]:
     spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
     if spec is None or mesh is None or mesh.empty:
         return tuple(shape)
-    parts = [math.prod(mesh.shape[a] for a in _axes(entry)) for entry in spec]
+    parts = [math.prod(mesh.shape[a] for a in mesh_axes(entry)) for entry in spec]
     parts += [1] * (len(shape) - len(parts))
     return tuple(-(-size // part) for size, part in zip(shape, parts, strict=True))
 
 
-def _axes(entry: Any) -> tuple[Any, ...]:
+def mesh_axes(entry: Any) -> tuple[Any, ...]:
     """Return the mesh axes of one dimension's entry in a partition spec."""
     if isinstance(entry, (tuple, list)):
         return tuple(entry)
@@ -513,28 +514,6 @@ def same_inputs_jaxpr(eqn: Any) -> Any | None:
         return None
     counts = len(jaxpr.invars), len(jaxpr.outvars)
     return jaxpr if counts == (len(eqn.invars), len(eqn.outvars)) else None
-
-
-def automatic_axes(sharding: Any) -> tuple[list[tuple[str, ...]], dict[str, int]]:
-    """Return the mesh axes that each dimension is cut over, and the axes' sizes.
-
-    Only those of `AxisType.Auto`: types tell of the others.
-    """
-    spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
-    if spec is None or mesh is None or mesh.empty:
-        return [], {}
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    auto = {name for name, kind in types if kind == jax.sharding.AxisType.Auto}
-    names = [tuple(a for a in _axes(entry) if a in auto) for entry in spec]
-    return names, {name: mesh.shape[name] for name in auto}
-
-
-def shard_map_results(eqn: Any) -> list[tuple[Any, Any]]:
-    """Return each output of a `shard_map` with the sharding that it comes out in."""
-    mesh = eqn.params["mesh"]
-    specs = eqn.params["out_specs"]
-    shardings = (jax.sharding.NamedSharding(mesh, spec) for spec in specs)
-    return list(zip(eqn.outvars, shardings, strict=True))
 
 
 def policy_names(policy: Any) -> frozenset[str] | None:

@@ -150,6 +150,15 @@ def explain(
     policy: PolicyText = None,
     schedule: ScheduleText = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
+    peak: Annotated[
+        bool,
+        typer.Option(
+            "--peak", help="Compile the step, and show who holds memory at its peak."
+        ),
+    ] = False,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Show the stages of the program.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what the backward pass keeps, by name and bytes."""
@@ -159,7 +168,9 @@ def explain(
     with _only_json(as_json):
         rules = _rules(policy, schedule)
         load = _loader(workload, settings, **rules)
-        explanation = explain_workload(load, **rules, device=get_device(device))
+        explanation = explain_workload(
+            load, **rules, device=get_device(device), peak=peak, stages=stages
+        )
     if as_json:
         _print_json(explanation.as_json())
     else:

@@ -49,12 +49,23 @@ class Plan:
     fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.rules:
-            raise PlanError("The plan has no rule. Give one for a stack at least.")
-        check_form(self.form)
-        if self.existing not in EXISTING:
-            hint = did_you_mean(str(self.existing), EXISTING)
-            raise PlanError(f"`existing={self.existing!r}` is not known. {hint}")
+        check_settings(self.form, self.existing)
+        names = [name for name, _ in self.rules]
+        if not names or len(set(names)) < len(names):
+            raise PlanError(
+                f"The plan has rules for the stacks {names}. Give one rule for each "
+                "stack that it rules, and for one stack at least."
+            )
+        for name, schedule in self.rules:
+            if not isinstance(schedule, Schedule):
+                raise PlanError(
+                    f"`{schedule!r}`, the rule of `{name}`, is no schedule. Use "
+                    "`jaxckpt.every(4)` and the like, or `plan_from` for other rules."
+                )
+        if self.depths and len(self.depths) != len(names):
+            raise PlanError(
+                f"`depths={self.depths}` are not the depths of the stacks {names}."
+            )
 
     @property
     def schedule(self) -> Schedule:
@@ -125,8 +136,8 @@ def plan_from(
         ('every(4)', (8,))
     """
     label = f"`{getattr(loss_fn, '__qualname__', type(loss_fn).__name__)}`"
-    asked = Plan((("", as_schedule(None)),), form, existing)  # checks the settings
-    chain = find_chain(loss_fn, args, existing=asked.existing)
+    check_settings(form, existing)
+    chain = find_chain(loss_fn, args, existing=existing)
     stacks = {stack.name: stack for stack in chain.stacks}
     if isinstance(rule, Mapping):
         check_names(rule, chain, label)
@@ -144,6 +155,14 @@ def plan_from(
     )
     try_call(plan.apply(loss_fn), args)
     return plan
+
+
+def check_settings(form: str | None, existing: str) -> None:
+    """Raise `ScheduleError` or `PlanError` for settings that there are not."""
+    check_form(form)
+    if existing not in EXISTING:
+        hint = did_you_mean(str(existing), EXISTING)
+        raise PlanError(f"`existing={existing!r}` is not known. {hint}")
 
 
 def as_rule(given: Any) -> Schedule:

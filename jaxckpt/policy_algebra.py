@@ -49,7 +49,9 @@ class Candidate:
         """Return whether a name pattern means this value."""
         if self.name is not None:
             return matches(pattern, self.name)
-        return "/" in pattern and self.label is not None and matches(pattern, self.label)
+        return (
+            "/" in pattern and self.label is not None and matches(pattern, self.label)
+        )
 
 
 Choice = dict[int, Decision]

@@ -40,8 +40,10 @@ def apply(plan: Rules, fn: Function) -> Function:
         fn: The function, scanned or unrolled, with remat of its own or without.
 
     Raises:
+        TypeError: `fn` is no function.
         PlanError: When called, if the program has not the stacks of the plan.
         PolicyError: When called, for a name pattern without effect.
+        WorkloadError: When called, for a rematerialised layer with an `io_callback`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -55,6 +57,7 @@ def apply(plan: Rules, fn: Function) -> Function:
         >>> bool(jnp.allclose(planned, jax.grad(loss)(weights, x)))
         True
     """
+    _check_callable(fn)
 
     def of_arrays(fn: Callable[..., Any], label: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,6 +77,7 @@ def find_chain(fn: Callable[..., Any], args: Sequence[Any], *, existing: str) ->
         existing: `"replace"` to take away remat that is there, also the schedules of
             `jaxckpt.Stack`s; `"keep"` to leave it.
     """
+    _check_callable(fn)
     found: list[Chain] = []
 
     def of_arrays(fn: Callable[..., Any], label: str) -> Callable[..., Any]:
@@ -138,3 +142,8 @@ def _check_others(fn: Callable[..., Any], args: Any, kwargs: Any, label: str) ->
             f"The plan leaves out stacks of {label}, which has a `jaxckpt.Stack` with "
             "a schedule of its own. Give each stack a rule, `none` for no remat."
         )
+
+
+def _check_callable(fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"`fn={fn!r}` is no function.")

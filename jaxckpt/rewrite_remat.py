@@ -10,12 +10,14 @@ the calls around it, outermost first; of such a call, its own is the last.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 from jaxckpt import _jax
+from jaxckpt.errors import PlanError
 from jaxckpt.graph.flops import equations
 from jaxckpt.graph.gradient import is_stack
 from jaxckpt.graph.stages import Chain, Stack, stages
@@ -43,15 +45,12 @@ def without_own_remat(
     found = find(chain)
     owned = _owned(chain, found)
     with_others = stages(marked, remat=lambda eqn: _regions(eqn)[-1] in owned)
-    known = {stack.name: stack for stack in with_others.stacks}
-    others = [known.get(stack.name) for stack in found]
-    if [_shape(s) for s in others] == [_shape(s) for s in found]:
-        return with_others, find(with_others)
+    # Where the layers are not to be found beside it, the remat of the others goes too.
+    with contextlib.suppress(PlanError):
+        others = find(with_others)
+        if [s.num_layers for s in others] == [s.num_layers for s in found]:
+            return with_others, others
     return chain, found
-
-
-def _shape(stack: Stack | None) -> Any:
-    return None if stack is None else (stack.num_layers, stack.scanned)
 
 
 class _Marker:

@@ -242,7 +242,8 @@ def u_net():
             x = x + _mlp(w, x)
         return scalar(x)
 
-    return Foreign(loss, (params, inputs()), depths=(DEPTH, DEPTH))
+    # The lowest layer is one of both ways.
+    return Foreign(loss, (params, inputs()), depths=(DEPTH - 1, DEPTH))
 
 
 def res_net():

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import foreign
 import jax
 import jax.numpy as jnp
 import pytest
+from beartype.roar import BeartypeCallHintViolation
 from flax import linen as nn
 from helpers import layer_forwards
 from jax.ad_checkpoint import checkpoint_name
@@ -186,7 +186,7 @@ def test_static_arguments_may_be_given():
         ("Keep(3)", ScheduleError, "holds 3 layers, and the stack 4"),
         (3, ScheduleError, "`schedule=3` is no schedule"),
         ({"encodr": "full"}, PlanError, "`encodr`, which is not in `loss`.*Valid: "),
-        ({}, PlanError, "The plan has no rule"),
+        ({}, PlanError, "rules for the stacks"),
     ],
     ids=str,
 )
@@ -234,11 +234,28 @@ def test_fingerprint_is_of_the_layers_and_not_of_shapes_or_data():
     assert plan.fingerprint == same.fingerprint
     other = plan_from("full", loss, W[:3], X)
     assert plan.fingerprint != other.fingerprint
-    dense = foreign.remat_outside()
-    different = plan_from("full", dense.fn, *dense.args)
-    assert different.fingerprint == plan.fingerprint  # two products a layer as well
-    attention = foreign.encoder_decoder()
-    assert plan_from("full", attention.fn, *attention.args).fingerprint not in (
-        plan.fingerprint,
-        other.fingerprint,
-    )
+
+    def three_products(x, w):
+        return x + jnp.sin(jnp.tanh(jnp.sin(x @ w) @ w.T @ w) @ w.T), None
+
+    deeper = lambda w, x: jnp.sum(jax.lax.scan(three_products, x, w)[0])  # noqa: E731
+    assert plan.fingerprint != plan_from("full", deeper, W, X).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("rules", "settings", "message"),
+    [
+        ((), {}, "rules for the stacks ..\\. Give one"),
+        ((("a", full()), ("a", none())), {}, "rules for the stacks .'a', 'a'"),
+        ((("a", "full"),), {}, "`'full'`, the rule of `a`, is no schedule"),
+        ((("a", full()),), {"depths": (1, 2)}, "not the depths of"),
+    ],
+)
+def test_plans_that_are_none_are_refused(rules, settings, message):
+    with pytest.raises((PlanError, BeartypeCallHintViolation), match=message):
+        Plan(rules, **settings)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises((TypeError, BeartypeCallHintViolation), match="no function|fn"):
+        plan_from("full", 3, W, X)

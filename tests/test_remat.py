@@ -4,8 +4,14 @@ import functools
 
 import chex
 import helpers
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers import DTYPES, LIBRARIES, POLICIES
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxckpt
+from jaxckpt import _jax
 
 
 def _product():
@@ -73,3 +79,25 @@ def test_products_run_again_are_those_not_kept(policy, library, dtype):
     # Nine products, each with one for either gradient.
     products = helpers.count(helpers.gradient_jaxpr(fn, *args))
     assert products == 27 + POLICIES[policy].products
+
+
+@pytest.mark.skipif(
+    _jax.remat3_enabled(), reason="refused there: a derivative reads the named result"
+)
+@pytest.mark.parametrize("policy", ["save(scale)", "offload(scale)"])
+@pytest.mark.parametrize("frozen", ["argument", "stop_gradient"])
+def test_a_named_result_without_a_gradient_is_kept(policy, frozen):
+    """The derivative of `exp` reads its result, but none is taken here."""
+
+    def layer(w, x):
+        x = jax.lax.stop_gradient(x) if frozen == "stop_gradient" else x
+        scale = checkpoint_name(jnp.exp(x), "scale")
+        return jnp.sin(scale @ w)
+
+    fn, args = jaxckpt.remat(layer, policy=policy), (jnp.ones((4, 4)), jnp.ones((2, 4)))
+    argnums = 0 if frozen == "argument" else None
+    residuals = jaxckpt.trace(fn, *args, argnums=argnums).residuals
+    kept = [(r.name, r.decision) for r in residuals if not r.argument]
+    assert kept == [("scale", policy.split("(")[0])]
+    gradient = jax.make_jaxpr(jax.grad(lambda *args: fn(*args).sum()))(*args)
+    assert helpers.count(gradient, "exp") == 1

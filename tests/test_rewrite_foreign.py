@@ -104,26 +104,30 @@ def plain_products(name):
     return products(jax.make_jaxpr(of_plain)(leaves[:first], leaves[first:]))
 
 
-def products_again(nodes, layer, unread):
-    """Return how many products run again, of layers of so many.
+def products_again(nodes, layers, unread):
+    """Return how many products run again, of layers of so many each.
 
     Written down from what the nodes mean: a segment runs up to the last value that its
     children read, which a layer's last products are not.
     """
-    return sum(_again(node, layer, unread) for node in nodes)
+    total = 0
+    for node in nodes:
+        total += _again(node, layers[: node.layers], unread)
+        layers = layers[node.layers :]
+    return total
 
 
-def _again(node, layer, unread):
+def _again(node, layers, unread):
     if isinstance(node, Keep):
         return 0
     if isinstance(node, Remat):
-        return node.layers * (layer - unread) if _keeps_nothing(node) else 0
+        return sum(n - unread for n in layers) if _keeps_nothing(node) else 0
     last = node.children[-1]
-    run = node.layers * layer - unread
+    run = sum(layers) - unread
     if not isinstance(last, Keep) and _keeps_nothing(last):
         skipped = 1 if isinstance(last, Remat) else last.layers
-        run = (node.layers - skipped) * layer
-    return run + products_again(node.children, layer, unread)
+        run = sum(layers[:-skipped])
+    return run + products_again(node.children, layers, unread)
 
 
 def _keeps_nothing(node):
@@ -152,9 +156,9 @@ def test_products_run_again_as_the_schedule_says(name, rule):
     case = program(name)
     again = 0
     for stack in find_chain(case.fn, case.args, existing="replace").stacks:
-        layer = products(stack.stages[0].body)
+        layers = [products(s.body) for s in stack.stages for _ in range(s.layers)]
         nodes = as_rule(RULES[rule]).nodes(stack.num_layers)
-        again += stack.stages[0].times * products_again(nodes, layer, case.unread)
+        again += stack.stages[0].times * products_again(nodes, layers, case.unread)
     assert products(traced(name, rule)[0]) == plain_products(name) + again
 
 

@@ -182,3 +182,19 @@ def test_outputs_of_every_layer_leave_it():
     (stack,) = chain.stacks
     assert len(kinds_of(stack)) == 1
     assert [len(s.outputs) for s in stack.stages] == [2] * 4
+
+
+def test_layers_that_treat_their_weights_differently_leave_the_embedding_alone():
+    def loss(params, tokens):
+        x = jnp.sin(params["table"][tokens])
+        for i, w in enumerate(params["layers"]):
+            kernel = w["a"]
+            for _ in range(i):
+                kernel = jnp.sin(kernel)
+            x = layer(x, {"a": kernel, "b": w["b"]})
+        return jnp.sum(x)
+
+    params = {"table": table(), "layers": [layer_weights(i) for i in range(4)]}
+    chain = check_same(loss, params, TOKENS)
+    (stack,) = chain.stacks
+    assert [s.carry_bytes for s in stack.stages] == [2 * 3 * WIDTH * 4] * 4

@@ -26,13 +26,14 @@ def selective_scan(x, w):
         state = state * gate[..., None] + key[..., None] * key[:, None, :]
         return state, jnp.einsum("bij,bj->bi", state, key)
 
-    state = jnp.zeros((x.shape[0], WIDTH, WIDTH))
+    state = jnp.zeros((x.shape[0], WIDTH, WIDTH)) + w.get("state", 0.0)
     _, y = jax.lax.scan(step, state, (gates.swapaxes(0, 1), keys.swapaxes(0, 1)))
     return x + y.swapaxes(0, 1)
 
 
+@pytest.mark.parametrize("state", ["zeros", "learned"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-def test_a_loop_over_time_inside_a_layer_is_no_stack(scan):
+def test_a_loop_over_time_inside_a_layer_is_no_stack(scan, state):
     def loss(params, x):
         if scan:
 
@@ -45,7 +46,10 @@ def test_a_loop_over_time_inside_a_layer_is_no_stack(scan):
             x = selective_scan(x, jax.tree.map(lambda w, i=i: w[i], params))
         return jnp.sum(x)
 
-    chain = check_same(loss, {"a": stacked(3)["a"]}, jnp.ones((2, 5, WIDTH)))
+    params = {"a": stacked(3)["a"]}
+    if state == "learned":
+        params["state"] = jnp.ones((3, WIDTH, WIDTH))
+    chain = check_same(loss, params, jnp.ones((2, 5, WIDTH)))
     assert [(s.num_layers, s.scanned) for s in chain.stacks] == [(3, scan)]
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chains import (
+    TOKENS,
     WIDTH,
     check_same,
     kinds_of,
@@ -14,6 +15,7 @@ from chains import (
     layer_weights,
     stacked,
     summary,
+    table,
 )
 
 from jaxckpt.errors import WorkloadError
@@ -101,3 +103,18 @@ def test_a_marked_loop_is_a_stack_of_that_name():
 def test_a_bad_mark_is_refused(x, name, text):
     with pytest.raises(WorkloadError, match=text):
         mark_stage(x, name)
+
+
+def test_what_stands_before_the_first_mark_is_no_part_of_it():
+    def loss(params, tokens):
+        half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+        x = half["table"][tokens] * 2
+        for w in half["layers"]:
+            x = layer(mark_stage(x, "block"), w)
+        return jnp.sum(mark_stage(x, "head"))
+
+    params = {"table": table(), "layers": [layer_weights(i) for i in range(3)]}
+    chain = check_same(loss, params, TOKENS)
+    (stack,) = chain.stacks
+    assert chain.stages[0].name == "embedding" and len(kinds_of(stack)) == 1
+    assert {s.carry_bytes for s in stack.stages} == {2 * 3 * WIDTH * 2}

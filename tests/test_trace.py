@@ -1,21 +1,16 @@
 """Graphs of whole programs: what was traced, opened, moved and left unknown."""
 
-import json
-
 import helpers
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from programs import PROGRAMS, WEIGHTS, W, X, flat, layer, of_inexact
 
 import jaxckpt
 from jaxckpt import _jax
 from jaxckpt.errors import WorkloadError
-from jaxckpt.graph.advice import warnings_about
 from jaxckpt.graph.flops import find_unknown
 from jaxckpt.matmul import Matmul, register_matmul
 
@@ -125,7 +120,9 @@ def test_values_inside_a_checkpoint_are_listed():
     fn = jax.checkpoint(lambda w, x: layer(x, w)[0])
     graph = jaxckpt.trace(lambda w, x: jnp.sin(jax.jit(fn)(w, x)), W, X)
     assert layers_of(graph) == {"hidden": 1, "products": 2}
-    assert all("test_trace.py" in v.source or "programs.py" in v.source for v in graph.values)
+    assert all(
+        "test_trace.py" in v.source or "programs.py" in v.source for v in graph.values
+    )
 
 
 # --- Work that is not known ----------------------------------------------------------
@@ -235,105 +232,6 @@ def test_what_scatters_and_reductions_combine_by_is_no_program_of_its_own():
     assert graph.unknown == {}
 
 
-MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-AUTO = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-def sharded(mesh, shape, *spec):
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-
-@pytest.mark.parametrize("mesh", [MESH, AUTO], ids=["explicit", "auto"])
-def test_bytes_are_those_of_one_device(mesh):
-    x, w = sharded(mesh, (8, 16), "data"), sharded(mesh, (16, 6), None, "model")
-    graph = jaxckpt.trace(lambda w, x: jnp.sin(x @ w), w, x, argnums=None)
-    assert [v.bytes for v in graph.values] == [4 * 2 * 3] * 2
-    kept = [r for r in graph.residuals if not r.argument]
-    assert [(r.primitive, r.shape, r.bytes) for r in kept] == [("cos", (8, 6), 24)]
-
-
-def test_inside_shard_map_bytes_are_those_of_one_device():
-    rows, columns = PartitionSpec("data"), PartitionSpec(None, "model")
-    local = lambda w, x: jnp.sin(x @ w)  # noqa: E731
-    fn = jax.shard_map(
-        local,
-        mesh=AUTO,
-        in_specs=(columns, rows),
-        out_specs=PartitionSpec("data", "model"),
-    )
-    x, w = sharded(AUTO, (8, 16), "data"), sharded(AUTO, (16, 6), None, "model")
-    graph = jaxckpt.trace(lambda w, x: fn(w, x) * 2, w, x, argnums=None)
-    found = {v.primitive: v.bytes for v in graph.values}
-    assert (found["dot_general"], found["sin"], found["mul"]) == (24, 24, 24)
-    product = next(e for e in graph.equations if e.primitive == "dot_general")
-    assert product.flops == 2 * 8 * 16 * 6  # on all devices
-    assert product.bytes == 4 * (2 * 16 + 16 * 3 + 2 * 3)  # on one
-
-
-def test_constraints_and_loops_are_followed():
-    def fn(ws, x):
-        def step(c, w):
-            c = jnp.tanh(c @ w).reshape(4, 2, 16).transpose(1, 0, 2).reshape(8, 16)
-            spec = NamedSharding(AUTO, PartitionSpec("data"))
-            return lax.with_sharding_constraint(c, spec), jnp.sum(c, axis=1)
-
-        return lax.scan(step, jnp.cos(x), ws)
-
-    ws = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32)
-    x = sharded(AUTO, (8, 16), ("data", "model"))
-    graph = jaxckpt.trace(fn, ws, x, argnums=None)
-    found = {v.primitive: v.bytes for v in graph.values}
-    assert found["cos"] == 8 * 16 * 4 // 8
-    assert found["sharding_constraint"] == 8 * 16 * 4 // 4
-
-
-FSDP = """
-import json, math
-import jax, jaxckpt
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxckpt import _jax
-from models import gpt, llama
-
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-def placed(leaf, axis):
-    spec = P(*[None] * axis, "data") if leaf.shape and not leaf.shape[axis] % 8 else P()
-    sharding = NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-def largest(leaf):
-    axis = max(range(leaf.ndim), key=lambda i: leaf.shape[i], default=0)
-    return placed(leaf, axis)
-
-def sizes(model, **settings):
-    work = model.tiny(num_layers=2, batch=8, seq=16, **settings)
-    params = jax.tree.map(largest, work.params)
-    batch = jax.tree.map(lambda leaf: placed(leaf, 0), work.batch)
-    graph = jaxckpt.trace(work.loss_fn, params, batch)
-    program = graph._split.linearized()
-    outputs = _jax.open_jaxpr(program.closed).outvars[program.num_outputs:]
-    run = jax.jit(_jax.jaxpr_function(program.closed))
-    compiled = run.lower(*jax.tree.leaves((params, batch))).compile()
-    real = {}
-    for v, s in zip(outputs, compiled.output_shardings[program.num_outputs:]):
-        if not isinstance(v, _jax.Literal):
-            part = math.prod(s.shard_shape(v.aval.shape)) * v.aval.dtype.itemsize
-            real.setdefault(v, part)
-    pairs = [(r, b) for r, b in zip(graph.residuals, real.values()) if r.held]
-    return sum(r.bytes for r, _ in pairs), sum(b for _, b in pairs)
-
-cases = [(gpt, {}), (gpt, {"scan": False}), (llama, {"policy": "full"})]
-print(json.dumps([sizes(model, **settings) for model, settings in cases]))
-"""
-
-
-def test_bytes_of_fsdp_residuals_are_the_compilers():
-    flags = "--xla_force_host_platform_device_count=8"
-    for ours, compiled in json.loads(helpers.run_python(FSDP, XLA_FLAGS=flags)):
-        assert ours == compiled > 0
-
-
 # --- Cost of tracing itself ----------------------------------------------------------
 
 
@@ -359,90 +257,3 @@ def test_the_work_of_a_graph_grows_linearly_with_depth(monkeypatch):
         return calls[0]
 
     assert visits(32) < 2.1 * visits(16)
-
-
-# --- Advice --------------------------------------------------------------------------
-
-POLICIES = jax.checkpoint_policies
-OFFLOADED = POLICIES.save_and_offload_only_these_names(
-    names_which_can_be_saved=["hiden"],
-    names_which_can_be_offloaded=["hidden"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
-
-
-def advice_about(policy):
-    block = jax.checkpoint(lambda x, w: layer(x, w)[0], policy=policy)
-
-    def fn(weights, x):
-        return jnp.sum(lax.scan(lambda x, w: (block(x, w), None), x, weights)[0])
-
-    return warnings_about(jaxckpt.trace(fn, WEIGHTS, X))
-
-
-@pytest.mark.parametrize(
-    ("policy", "says"),
-    [
-        (POLICIES.save_only_these_names("hiden"), ["nothing", "Did you mean `hidden`"]),
-        (POLICIES.save_only_these_names("hidden", "out"), ["not all", "`out`"]),
-        (OFFLOADED, ["not all", "`hiden`", "Did you mean `hidden`"]),
-        (jaxckpt.save("hiden*"), ["nothing", "`hiden*`"]),
-        (
-            POLICIES.save_from_both_policies(
-                POLICIES.dots_saveable, POLICIES.save_only_these_names("hiden")
-            ),
-            ["nothing", "`hiden`"],
-        ),
-    ],
-)
-def test_a_name_that_nothing_carries_is_said_of_bare_policies_too(policy, says):
-    (advice,) = advice_about(policy)
-    assert all(part in advice for part in says)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        None,
-        POLICIES.save_only_these_names("hidden"),
-        POLICIES.save_any_names_but_these("hidden"),
-        POLICIES.nothing_saveable,
-        jaxckpt.save("hid*"),
-        lambda primitive, *_, **params: primitive.name == "name",
-    ],
-)
-def test_a_policy_that_does_what_it_says_is_not_warned_about(policy):
-    assert advice_about(policy) == ()
-
-
-def test_regions_under_one_policy_may_each_carry_some_of_its_names():
-    policy = POLICIES.save_only_these_names("one", "two")
-
-    def block(name):
-        fn = lambda x, w: jnp.sin(checkpoint_name(jnp.sin(x @ w), name) @ w)  # noqa: E731
-        return jax.checkpoint(fn, policy=policy)
-
-    def fn(ws, x):
-        for w in ws:
-            x = block("two")(block("one")(x, w), w)
-        return jnp.sum(x)
-
-    assert warnings_about(jaxckpt.trace(fn, WEIGHTS, X)) == ()
-
-
-def test_saving_all_but_some_names_is_said_to_save_all():
-    policy = POLICIES.save_anything_except_these_names("hidden")
-    assert any("keeps everything" in advice for advice in advice_about(policy))
-
-
-def test_remat_round_a_scan_over_cast_parameters_is_seen():
-    def stack(ws, x):
-        return lax.scan(lambda x, w: (layer(x, w)[0], None), x, ws)[0]
-
-    def fn(ws, x):
-        low = ws.astype(jnp.bfloat16)
-        return jnp.sum(jax.jit(jax.checkpoint(stack))(low, x.astype(jnp.bfloat16)))
-
-    advice = warnings_about(jaxckpt.trace(fn, WEIGHTS, X))
-    assert "inside the scan" in advice[0]

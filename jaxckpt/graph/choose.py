@@ -103,7 +103,7 @@ def choose_values(
     choice = {
         i: d for i, d in choice.items() if i in reads and d is not Decision.RECOMPUTE
     }
-    choice = one_of_each(values, _without_complex(values, choice, where))
+    choice = _without_complex(values, choice, where)
     names = tag_names(values, choice)
     places = {values.items[i].place: name for i, name in names.items()}
     tagged = tag(closed, places)
@@ -230,9 +230,9 @@ class _Names:
         if not self.all:
             raise PolicyError(
                 f"`{pattern}` names a value of {self.where}, but that has no named "
-                "values. Name them by `x = jax.ad_checkpoint.checkpoint_name(x, name)`, "
-                "and use the result. Values inside a `jax.checkpoint` of its own "
-                "follow its policy."
+                "values. Name them by `x = jax.ad_checkpoint.checkpoint_name(x, "
+                "name)`, and use the result. Values inside a `jax.checkpoint` of its "
+                "own follow its policy."
             )
         raise PolicyError(
             f"`{pattern}` matches no named value of {self.where}. "

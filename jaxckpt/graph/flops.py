@@ -197,7 +197,7 @@ def _walk(closed: Any, around: Operation, *, kernels: bool) -> Iterator[Operatio
 
 
 def is_kernel(eqn: Any) -> bool:
-    """Return whether an equation is a kernel written by hand, whose program is known."""
+    """Return whether an equation is a hand-written kernel whose program is known."""
     return eqn.primitive.name == "pallas_call"
 
 

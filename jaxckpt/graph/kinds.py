@@ -10,7 +10,12 @@ from typing import Any
 
 from jaxckpt import _jax
 
-MOVES = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MOVES = _names(
     """
     reshape broadcast_in_dim transpose squeeze expand_dims slice convert_element_type
     concatenate pad iota copy name gather dynamic_slice rev dynamic_update_slice
@@ -20,19 +25,19 @@ MOVES = frozenset(
     preduced empty empty2 zeros_like real imag complex conj call_hi_primitive
     with_memory_space_constraint scatter to_edtype from_edtype random_wrap
     random_unwrap random_clone jaxckpt_mark
-    """.split()
+    """
 )
 """Operations that compute no number."""
 
-VIEWS_IN_PLACE = frozenset(
+VIEWS_IN_PLACE = _names(
     """
     convert_element_type copy name call_hi_primitive optimization_barrier select_n
     stop_gradient device_put pvary real imag complex conj jaxckpt_mark
-    """.split()
+    """
 )
 """Those of them whose results have the shape of what they are given."""
 
-ELEMENTWISE = frozenset(
+ELEMENTWISE = _names(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     cbrt ceil clamp clz cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
@@ -42,39 +47,39 @@ ELEMENTWISE = frozenset(
     reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
     xor zeta dimension_size axis_index platform_index
-    """.split()
+    """
 )
 
-REDUCTIONS = frozenset(
+REDUCTIONS = _names(
     """
     argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce reduce_and
     reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reduce_window
     reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
     select_and_scatter select_and_scatter_add scatter-add scatter-max scatter-min
     scatter-mul scatter-sub scatter_add scatter_max scatter_min scatter_mul
-    """.split()
+    """
 )
 
-RANDOM = frozenset(
+RANDOM = _names(
     """
     random_bits random_fold_in random_seed random_split rng_bit_generator rng_uniform
     threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape
-    """.split()
+    """
 )
 
-COLLECTIVES = frozenset(
+COLLECTIVES = _names(
     """
     all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin
     ppermute psum psum_invariant reduce_scatter unreduced_psum
     unreduced_reduce_scatter ragged_all_to_all
-    """.split()
+    """
 )
 
 # What kernels do with the memory that they are handed.
-REFERENCES = frozenset(
+REFERENCES = _names(
     """
     get swap addupdate masked_load masked_swap program_id num_programs multiple_of
-    """.split()
+    """
 )
 
 _KNOWN = MOVES | ELEMENTWISE | REDUCTIONS | RANDOM | COLLECTIVES | REFERENCES

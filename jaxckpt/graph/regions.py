@@ -148,9 +148,9 @@ def _remat_calls(closed: Any, times: int) -> Iterator[tuple[Any, int, bool]]:
             )
             yield parameters, times, times == 1 and any(v in inputs for v in scanned)
             continue
-        if eqn.primitive.name in SAME_DATA and not _is_literal(eqn.invars[0]):
-            if eqn.invars[0] in inputs:  # parameters, cast for the layers
-                inputs.update(eqn.outvars)
+        source = eqn.invars[0] if eqn.primitive.name in SAME_DATA else None
+        if source is not None and not _is_literal(source) and source in inputs:
+            inputs.update(eqn.outvars)  # parameters, cast for the layers
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _jax.inner_jaxprs(eqn).values():
             yield from _remat_calls(inner, times * length)

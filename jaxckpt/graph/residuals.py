@@ -54,6 +54,8 @@ class Residual:
         return not self.argument and not self.shared
 
 
+_NOWHERE = Where()
+
 # What a branch gives in the place of another branch's residuals.
 _FILLERS = frozenset(("broadcast_in_dim", "empty", "empty2", "zeros_like"))
 
@@ -65,7 +67,7 @@ class _Origin:
     layers: int = 1
     argument: bool = False
     carried: bool = False
-    where: Where = Where()
+    where: Where = _NOWHERE
     root: tuple[int, ...] = ()
 
     @property

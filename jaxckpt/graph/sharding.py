@@ -3,8 +3,8 @@
 Over explicit mesh axes a value's type says how it is sharded, and so it is inside
 `shard_map`. Over axes that the compiler shards by itself (`AxisType.Auto`) only it
 knows; what is done here is what it does in the usual case: each operation's result is
-sharded as its operands are. Nothing is followed backwards (to a mask drawn for a sharded
-value, say): such a value counts whole, which is too much and never too little.
+sharded as its operands are. Nothing is followed backwards (to a mask that is drawn for
+a sharded value, say): such a value counts whole, too much and never too little.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from jax.sharding import AxisType, NamedSharding
 
 from jaxckpt import _jax
 from jaxckpt.graph.kinds import ELEMENTWISE, VIEWS_IN_PLACE
@@ -53,7 +55,7 @@ class Shards:
 
     def _given(self, variable: Any, sharding: Any) -> Spec:
         """Return the spec of a sharding over automatic axes."""
-        names, sizes = _jax.automatic_axes(sharding)
+        names, sizes = _automatic_axes(sharding)
         self._sizes |= sizes
         rank = len(variable.aval.shape)
         return (*names, *[()] * (rank - len(names)))[:rank]
@@ -84,7 +86,7 @@ class Shards:
             sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
             return [self._given(v, sharding) for v in eqn.outvars]
         if name == "shard_map":
-            return [self._given(v, s) for v, s in _jax.shard_map_results(eqn)]
+            return [self._given(v, s) for v, s in _results_of_shard_map(eqn)]
         inner = _jax.inner_jaxprs(eqn)
         if name == "scan":
             return self._scan(eqn, (*here, "jaxpr"), inputs)
@@ -108,9 +110,9 @@ class Shards:
         body = _jax.open_jaxpr(eqn.params["jaxpr"])
         fixed, carry = inputs[:consts], inputs[consts : consts + carries]
         slices = [spec[1:] for spec in inputs[consts + carries :]]
-        for _ in range(2):
-            results = self._jaxpr(body, path, [*fixed, *carry, *slices])
-            carry = [_merged(pair) for pair in zip(carry, results, strict=False)]
+        first = self._jaxpr(body, path, [*fixed, *carry, *slices])
+        carry = [_merged(pair) for pair in zip(carry, first, strict=False)]
+        results = self._jaxpr(body, path, [*fixed, *carry, *slices])
         return [*carry, *(((), *spec) for spec in results[carries:])]
 
 
@@ -121,6 +123,29 @@ def _mentions(closed: Any) -> bool:
         or any(map(_mentions, _jax.inner_jaxprs(eqn).values()))
         for eqn in _jax.open_jaxpr(closed).eqns
     )
+
+
+def _automatic_axes(
+    sharding: Any,
+) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+    """Return the axes that each dimension is cut over, and the axes' sizes.
+
+    Only those of `AxisType.Auto`: types tell of the others.
+    """
+    spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
+    if spec is None or mesh is None or mesh.empty:
+        return [], {}
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    auto = {name for name, kind in types if kind == AxisType.Auto}
+    names = [tuple(a for a in _jax.mesh_axes(entry) if a in auto) for entry in spec]
+    return names, {name: mesh.shape[name] for name in auto}
+
+
+def _results_of_shard_map(eqn: Any) -> list[tuple[Any, Any]]:
+    """Return each output of a `shard_map` with the sharding that it comes out in."""
+    mesh, specs = eqn.params["mesh"], eqn.params["out_specs"]
+    shardings = (NamedSharding(mesh, spec) for spec in specs)
+    return list(zip(eqn.outvars, shardings, strict=True))
 
 
 def _merged(specs: Iterable[Spec]) -> Spec:
@@ -157,7 +182,8 @@ def _elementwise(eqn: Any, inputs: list[Spec], shape: tuple[int, ...]) -> Spec:
 def _dot(eqn: Any, inputs: list[Spec], shape: tuple[int, ...]) -> Spec:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = inputs[:2]
-    spec = [_merged([(lhs[i],), (rhs[j],)])[0] for i, j in zip(lhs_batch, rhs_batch)]
+    pairs = zip(lhs_batch, rhs_batch, strict=True)
+    spec = [lhs[i] or rhs[j] for i, j in pairs]
     spec += [e for i, e in enumerate(lhs) if i not in (*lhs_sum, *lhs_batch)]
     spec += [e for i, e in enumerate(rhs) if i not in (*rhs_sum, *rhs_batch)]
     return _once(spec)
@@ -230,16 +256,17 @@ def _none(shape: tuple[int, ...]) -> Spec:
 
 # Operations along a dimension, which leave the others as they are.
 _ALONG = frozenset(
-    """
-    slice split dynamic_slice dynamic_update_slice concatenate pad rev sort cumsum cumprod
-    cummax cummin cumlogsumexp reduce_window reduce_window_max select_and_scatter_add
-    scatter scatter-add
-    """.split()
+    ("slice", "split", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad")
+    + ("rev", "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+    + ("reduce_window", "reduce_window_max", "select_and_scatter_add")
+    + ("scatter", "scatter-add")
 )
 
 _RULES: Mapping[str, Callable[[Any, list[Spec], tuple[int, ...]], Spec]] = {
     **dict.fromkeys(VIEWS_IN_PLACE, _elementwise),
-    **{f"reduce_{kind}": _reduce for kind in ("sum", "max", "min", "prod", "and", "or")},
+    **{
+        f"reduce_{kind}": _reduce for kind in ("sum", "max", "min", "prod", "and", "or")
+    },
     **dict.fromkeys(("argmax", "argmin"), _reduce),
     "dot_general": _dot,
     "broadcast_in_dim": _broadcast,

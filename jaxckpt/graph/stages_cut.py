@@ -104,6 +104,8 @@ def _numbered(found: list[list[_Layer]]) -> list[_Layer]:
     for stack, run in enumerate(found):
         if run[0].numbers & taken:
             run = run[1:]
+        if len(run) == 1 and not run[0].scanned:
+            continue
         for layer in run:
             taken |= layer.numbers
             layers.append(
@@ -132,6 +134,7 @@ def _move_in(row: Row, layers: Sequence[_Layer], taken: dict[int, int]) -> None:
         moved = _as_usual(row, moved, usual)
         if first:
             moved = _of_first(row, layers, index, own, set(moved))
+        moved = _read_inside(row.program, moved, layer)
         layer.numbers.update(moved)
         taken.update(dict.fromkeys(moved, index))
 
@@ -180,21 +183,28 @@ def _usual(row: Row, owned_by: Sequence[Sequence[int]]) -> Counter[int] | None:
 def _as_usual(
     row: Row, numbers: Sequence[int], usual: Counter[int] | None
 ) -> list[int]:
-    """Leave out what other layers do not own, and what is only there for it.
+    """Leave out what other layers do not own.
 
     Where layers own nothing alike, only products are left out.
     """
-    program = row.program
+    if usual is None:
+        return [i for i in numbers if row.program.sources[i]]
     rest = Counter(usual)
-    left_out: set[int] = set()
+    kept = []
     for number in reversed(numbers):
-        key = row.keys[number]
-        fits = program.sources[number] if usual is None else rest[key] > 0
-        if not fits or any(reader in left_out for reader in program.readers[number]):
-            left_out.add(number)
-        else:
-            rest[key] -= 1
-    return [i for i in numbers if i not in left_out]
+        rest[row.keys[number]] -= 1
+        if rest[row.keys[number]] >= 0:
+            kept.append(number)
+    return kept[::-1]
+
+
+def _read_inside(program: Program, numbers: Sequence[int], layer: _Layer) -> list[int]:
+    """Leave out what something outside of the layer reads."""
+    inside = set(layer.numbers)
+    for number in sorted(numbers, reverse=True):
+        if all(reader in inside for reader in program.readers[number]):
+            inside.add(number)
+    return [i for i in numbers if i in inside]
 
 
 def _of_first(
@@ -271,10 +281,14 @@ def with_sources(program: Program, pieces: list[Piece]) -> list[Piece]:
             same = index > 0 and pieces[index - 1].stack == piece.stack
             before[index] = before[index - 1] if same else index - 1
     end = len(program.eqns)
+    earliest: list[int] = []
+    for number in range(end):
+        makers = (max(earliest[i], home.get(i, 0)) for i in program.makers(number))
+        earliest.append(max(makers, default=0))
     for number in reversed(range(end)):
         if number not in home:
             readers = (home.get(r, len(pieces) - 1) for r in program.readers[number])
-            home[number] = before[min(readers)]
+            home[number] = max(before[min(readers)], earliest[number])
     whole: list[list[int]] = [[] for _ in pieces]
     for number in range(end):
         whole[home[number]].append(number)

@@ -63,14 +63,12 @@ def follow(row: Row, image: dict[int, int], wanted: Sequence[int]) -> dict[int, 
     """
     program = row.program
     known = dict(image)
-    used = set(image.values())
     found = {}
     for number in reversed(wanted):
         other = next(_operands(program, number, known), None)
-        if other is None or other in used or row.keys[other] != row.keys[number]:
+        if other is None or row.keys[other] != row.keys[number]:
             continue
         known[number] = found[number] = other
-        used.add(other)
     return found
 
 

@@ -36,8 +36,6 @@ def is_layer_scan(program: Program, number: int) -> bool:
         not isinstance(v, _jax.Literal) and v not in program.constants
         for v in eqn.invars[consts : consts + carries]
     ]
-    if not any(carried):
-        return False
     length = eqn.params["length"]
     scanned = [
         _is_parameter(program, v, length) for v in eqn.invars[consts + carries :]

@@ -39,8 +39,8 @@ _WORK = {
     **dict.fromkeys(("select_n", "gather", "concatenate", "pad", "rev"), 1.0),
     **dict.fromkeys(("exp", "exp2", "log", "logistic", "div", "sqrt", "rsqrt"), 12.0),
     **dict.fromkeys(("sin", "cos", "tan", "atan2", "log1p", "expm1", "cbrt"), 40.0),
-    **dict.fromkeys(("tanh", "erf", "erf_inv", "erfc", "pow", "lgamma"), 60.0),
-    "digamma": 60.0,
+    **dict.fromkeys(("tanh", "erf", "erf_inv", "erfc", "pow", "lgamma"), 90.0),
+    "digamma": 90.0,
 }
 
 
@@ -266,7 +266,7 @@ def _parts(eqn: Any, chip: Chip) -> int:
     columns = eqn.outvars[0].aval.size // max(1, rows)
     if batch:  # tiles do not reach across the matrices of a batch
         matrices = math.prod(left[d] for d in batch)
-        rows = matrices * 64 * -(-rows // matrices // 64)
+        rows = matrices * 128 * -(-rows // matrices // 128)
     return split_parts(rows, columns, depth, chip)
 
 

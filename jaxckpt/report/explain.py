@@ -8,48 +8,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from jaxckpt.devices import Device
+from jaxckpt.devices import Device, use
 from jaxckpt.graph.advice import warnings_about
 from jaxckpt.graph.regions import Region
-from jaxckpt.graph.residuals import Residual
+from jaxckpt.graph.stages import Chain
+from jaxckpt.graph.stages import stages as cut_in_stages
 from jaxckpt.graph.trace import Graph
 from jaxckpt.graph.values import VIEWS, Value
 from jaxckpt.matmul import find_matmul
 from jaxckpt.policy import Policy
+from jaxckpt.report.explain_tables import Row, holder_table, kept_rows, kept_table
 from jaxckpt.report.tables import rules_said
 from jaxckpt.schedule import Schedule, combine
 from jaxckpt.schedule_picture import kept_inputs, passes_again
 from jaxckpt.schedule_tree import count_forwards
 from jaxckpt.workload import Workload
-from jaxckpt.xla.measure import load_traced, unused_rule
-
-_SMALL = 1 / 200  # residuals below this share of all are summed up in one row
-
-
-@dataclass(frozen=True)
-class Row:
-    """Residuals of one name and decision, together.
-
-    Attributes:
-        name: Name, or what made them.
-        bytes: Bytes of one layer.
-        layers: In how many layers.
-        total_bytes: `bytes * layers`, exactly.
-        decision: `"save"` or `"offload"`.
-        source: `file:line (function)`, of the first.
-    """
-
-    name: str
-    bytes: int
-    layers: int
-    total_bytes: int
-    decision: str
-    source: str
+from jaxckpt.xla.compile import compile_for
+from jaxckpt.xla.measure import Loaded, load_traced, unused_rule, whole_step
+from jaxckpt.xla.peak import Holder, holders
 
 
 @dataclass(frozen=True)
@@ -81,6 +60,24 @@ class Layers:
         return self.schedule.draw(self.num_layers)
 
 
+@dataclass(frozen=True)
+class Peak:
+    """Who holds memory when a compiled training step's memory is fullest.
+
+    Attributes:
+        device: Name of the device that it was compiled for.
+        holders: The largest first; their bytes sum to the peak.
+    """
+
+    device: str
+    holders: tuple[Holder, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The footprint's peak."""
+        return sum(holder.bytes for holder in self.holders)
+
+
 class Explanation:
     """What the backward pass of a program reads, by name, bytes and layers.
 
@@ -89,6 +86,8 @@ class Explanation:
         label: How to call it.
         layers: Which layers are rematerialised, where that is known.
         advice: Notes to begin with.
+        peak: Who holds memory in the compiled step, where it was compiled.
+        chain: The stages that the program was cut into, where that was asked for.
     """
 
     def __init__(
@@ -97,11 +96,15 @@ class Explanation:
         label: str,
         layers: Layers | None = None,
         advice: tuple[str, ...] = (),
+        peak: Peak | None = None,
+        chain: Chain | None = None,
     ) -> None:
         self.graph = graph
         self.label = label
         self.layers = layers
         self.advice = advice
+        self.peak = peak
+        self.chain = chain
 
     def __str__(self) -> str:
         """Return what `render` prints, in 80 columns."""
@@ -112,20 +115,15 @@ class Explanation:
     @property
     def rows(self) -> tuple[Row, ...]:
         """Kept values, the largest first; arguments and views of them left out."""
-        groups: dict[tuple[str, str], list[Residual]] = {}
-        for residual in self.graph.residuals:
-            if not residual.argument:
-                key = (residual.label, residual.decision)
-                groups.setdefault(key, []).append(residual)
-        rows = [_row(name, how, group) for (name, how), group in groups.items()]
-        return tuple(sorted(rows, key=lambda row: -row.total_bytes))
+        return kept_rows(self.graph)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Warnings, names without effect, and products that a policy passes over."""
+        """Warnings, what has no effect, what is passed over, and what is not priced."""
         notes = [*self.advice, *warnings_about(self.graph)]
         for region in self.graph.regions:
             notes += _notes(region)
+        notes += _not_priced(self.graph)
         return tuple(dict.fromkeys(notes))
 
     def as_json(self) -> dict[str, Any]:
@@ -138,6 +136,8 @@ class Explanation:
             "recompute_flops": self.graph.recompute_flops,
             "residuals": [vars(row) for row in self.rows],
             "regions": [_region_json(region) for region in self.graph.regions],
+            "unknown": {name: vars(u) for name, u in self.graph.unknown.items()},
+            "holders": self.peak and [h.as_json() for h in self.peak.holders],
             "notes": list(self.notes),
         }
 
@@ -151,11 +151,20 @@ class Explanation:
             console.print("No remat: every residual stays, nothing runs again.")
         for region in self.graph.regions:
             _draw(console, region)
-        console.print(_table(self.rows))
+        console.print()
+        console.print(kept_table(self.rows))
+        console.print()
         console.print(f"kept on the device: {_mib(self.graph.residual_bytes)}")
         forward, again = self.graph.forward_flops, self.graph.recompute_flops
         share = f" ({100 * again / forward:.1f} % of the forward)" if forward else ""
         console.print(f"run again: {again / 1e12:.4g} TFLOP of products{share}")
+        if self.chain is not None:
+            console.print(f"\n{self.chain}", markup=False, highlight=False)
+        if self.peak is not None:
+            title = f"who holds memory at the peak on {self.peak.device}"
+            console.print(f"\n{title}: {_mib(self.peak.bytes)}\n", highlight=False)
+            console.print(holder_table(self.peak.holders))
+            console.print()
         for note in self.notes:
             console.print(f"[yellow]note[/yellow] {escape(note)}")
 
@@ -186,6 +195,8 @@ def explain_workload(
     policy: Policy | None = None,
     schedule: Schedule | None = None,
     device: Device,
+    peak: bool = False,
+    stages: bool = False,
 ) -> Explanation:
     """Explain what a workload function returns, called with the device active.
 
@@ -194,6 +205,9 @@ def explain_workload(
         policy: The policy that it is loaded with, for the report.
         schedule: The schedule that it is loaded with, for the report.
         device: What it would run on.
+        peak: Whether to compile the training step for the device and say who holds
+            memory at its peak.
+        stages: Whether to say which stages the program was cut into.
     """
     together = combine(policy, schedule)
     loaded = load_traced(
@@ -206,32 +220,28 @@ def explain_workload(
     given = policy is not None or schedule is not None
     layers = Layers(together, depth) if given and depth is not None else None
     label = f"{loaded.label}, {rules_said(policy, schedule)}"
-    return Explanation(loaded.graph, label, layers, unused_rule(loaded))
+    return Explanation(
+        loaded.graph,
+        label,
+        layers,
+        unused_rule(loaded),
+        _compiled_peak(loaded) if peak else None,
+        cut_in_stages(loaded.graph) if stages else None,
+    )
 
 
-def _row(name: str, decision: str, group: list[Residual]) -> Row:
-    layers = sum(r.layers for r in group)
-    total = sum(r.bytes for r in group)
-    return Row(name, total // layers, layers, total, decision, group[0].source)
-
-
-def _table(rows: tuple[Row, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("kept value", overflow="fold", max_width=36)
-    for heading in ("per layer", "layers", "total"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("where", no_wrap=True)
-    limit = _SMALL * sum(row.total_bytes for row in rows)
-    large = [row for row in rows if row.total_bytes >= limit]
-    for row in large:
-        where = "device" if row.decision == "save" else "host"
-        cells = (_mib(row.bytes), str(row.layers), _mib(row.total_bytes), where)
-        table.add_row(escape(row.name), *cells)
-    rest = rows[len(large) :]
-    if rest:
-        small = sum(row.total_bytes for row in rest)
-        table.add_row(f"{len(rest)} small ones", "", "", _mib(small), "")
-    return table
+def _compiled_peak(loaded: Loaded) -> Peak:
+    with use(loaded.device) as device:
+        step, state = whole_step(loaded.workload)
+        compiled = compile_for(
+            step,
+            state,
+            loaded.workload.batch,
+            device=device,
+            donate_argnums=0,
+            peak=True,
+        )
+        return Peak(device.name, holders(compiled, loaded.graph))
 
 
 def _draw(console: Console, region: Region, indent: str = "") -> None:
@@ -307,6 +317,15 @@ def _notes(region: Region) -> Iterator[str]:
             f"{len(region.skipped_dots)} products of batches of matrices ({products}) "
             f"run again, {_mib(skipped)} a layer; `save_dots()` keeps them, "
             "`save_dots(batch_dims=False)` does not."
+        )
+
+
+def _not_priced(graph: Graph) -> Iterator[str]:
+    for name, unknown in graph.unknown.items():
+        runs = "once" if unknown.times == 1 else f"{unknown.times} times"
+        yield (
+            f"Not priced: the work of `{name}` is not known. It runs {runs} and moves "
+            f"{_mib(unknown.bytes)}; only these bytes count."
         )
 
 

@@ -9,5 +9,7 @@ from jaxckpt.xla.compile import toolchain_versions as toolchain_versions
 from jaxckpt.xla.footprint import Footprint as Footprint
 from jaxckpt.xla.hlo import HloError as HloError
 from jaxckpt.xla.hlo import parse_hlo as parse_hlo
+from jaxckpt.xla.peak import Holder as Holder
+from jaxckpt.xla.peak import holders as holders
 from jaxckpt.xla.roofline import StepSeconds as StepSeconds
 from jaxckpt.xla.roofline import step_seconds as step_seconds

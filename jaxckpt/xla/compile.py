@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import os
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +22,11 @@ from jaxckpt.devices import Device, can_compile, get_device, plugin_version, use
 from jaxckpt.devices.target import topology_arguments
 from jaxckpt.errors import CompileError, DeviceError
 from jaxckpt.xla import cache as disk
+from jaxckpt.xla.dump import dump_options, dumped_module, no_jax_cache
 from jaxckpt.xla.export import Program, export_program
 from jaxckpt.xla.footprint import Footprint, footprint_from_stats, read_stats
+from jaxckpt.xla.peak_buffers import Buffer, held_buffers, named_arguments
+from jaxckpt.xla.peak_proto import ProtoError, read_assignment
 from jaxckpt.xla.process import Limits, run_compiler
 
 XLA_FLAGS_USED: Mapping[str, str] = MappingProxyType(
@@ -42,6 +48,8 @@ class Compilation:
         compile_seconds: Time that the compiler took, also when the result is cached.
         from_cache: Whether it was read from disk.
         executable: The program itself, for an attached device; else None.
+        buffers: What holds memory when it is fullest (see `holders`); None where it was
+            not asked for.
     """
 
     device: str
@@ -50,6 +58,7 @@ class Compilation:
     compile_seconds: float
     from_cache: bool = False
     executable: Any = dataclasses.field(default=None, repr=False, compare=False)
+    buffers: tuple[Buffer, ...] | None = dataclasses.field(default=None, repr=False)
 
 
 def compile_for(
@@ -60,6 +69,7 @@ def compile_for(
     time_limit_seconds: int | float = 1800,
     memory_limit_bytes: int | None = None,
     cache: bool = True,
+    peak: bool = False,
 ) -> Compilation:
     """Compile `fn(*args)` for `device` and return its footprint and optimized HLO.
 
@@ -77,6 +87,8 @@ def compile_for(
         memory_limit_bytes: Most host memory that the compiler may hold; None for 90 %
             of what is free at its start.
         cache: Whether to look the result up on disk and keep it there.
+        peak: Whether to read from the compiler which buffers are held when memory is
+            fullest: the `buffers` of the result.
 
     Raises:
         DeviceError: The device is unknown, or cannot be compiled for here.
@@ -93,45 +105,56 @@ def compile_for(
         raise DeviceError(f"Cannot compile for `{device.name}`: {reason}")
     with use(device):
         if device.is_attached:
-            return _compile_here(fn, args, donate_argnums)
+            return _compile_here(fn, args, donate_argnums, peak)
         program = export_program(fn, args, donate_argnums)
     key = _cache_key(program, device)
-    if cache and (found := _from_entry(disk.read_entry(key), device)) is not None:
-        return found
-    limits = Limits(time_limit_seconds, memory_limit_bytes)
-    entry = _compile_apart(program, device, limits)
-    if cache:
-        disk.write_entry(key, entry)
-    return Compilation(
-        device.name,
-        footprint_from_stats(entry["stats"]),
-        entry["hlo_text"],
-        entry["compile_seconds"],
-    )
+    found = _from_entry(disk.read_entry(key), device) if cache else None
+    if found is None or (peak and found.buffers is None):
+        limits = Limits(time_limit_seconds, memory_limit_bytes)
+        entry = _compile_apart(program, device, limits, peak)
+        if cache:
+            disk.write_entry(key, entry)
+        found = _from_entry(entry, device)
+        assert found is not None
+        found = dataclasses.replace(found, from_cache=False)
+    buffers = named_arguments(found.buffers, fn, args) if peak else None
+    return dataclasses.replace(found, buffers=buffers)
 
 
 def _compile_here(
-    fn: Callable[..., Any], args: Sequence[Any], donate_argnums: Any
+    fn: Callable[..., Any], args: Sequence[Any], donate_argnums: Any, peak: bool
 ) -> Compilation:
     if donate_argnums is not None:
         fn = jax.jit(fn, donate_argnums=donate_argnums)
     elif not hasattr(fn, "lower"):
         fn = jax.jit(fn)
     start = time.perf_counter()
-    try:
-        lowered = fn.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
-        compiled = lowered.compile(compiler_options=dict(XLA_FLAGS_USED))
-    except jax.errors.JaxRuntimeError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise CompileError(f"XLA cannot compile this here: {first_line}") from error
-    seconds = time.perf_counter() - start
-    footprint = footprint_from_stats(read_stats(compiled.memory_analysis()))
-    return Compilation(
-        "attached", footprint, compiled.as_text() or "", seconds, executable=compiled
-    )
+    with tempfile.TemporaryDirectory(prefix="jaxckpt-") as name:
+        folder = pathlib.Path(name)
+        options = {**XLA_FLAGS_USED, **(dump_options(folder) if peak else {})}
+        try:
+            lowered = fn.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
+            with no_jax_cache() if peak else contextlib.nullcontext():
+                compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise CompileError(f"XLA cannot compile this here: {first_line}") from error
+        seconds = time.perf_counter() - start
+        footprint = footprint_from_stats(read_stats(compiled.memory_analysis()))
+        return Compilation(
+            "attached",
+            footprint,
+            compiled.as_text() or "",
+            seconds,
+            executable=compiled,
+            buffers=_buffers(dumped_module(folder), footprint) if peak else None,
+        )
 
 
-def _compile_apart(program: Program, device: Device, limits: Limits) -> dict[str, Any]:
+def _compile_apart(
+    program: Program, device: Device, limits: Limits, peak: bool
+) -> dict[str, Any]:
+    """Compile in another process and return the entry that the cache keeps."""
     request = {
         "topology": topology_arguments(device),
         "donated": program.donated,
@@ -139,9 +162,30 @@ def _compile_apart(program: Program, device: Device, limits: Limits) -> dict[str
         "enable_x64": bool(jax.config.jax_enable_x64),  # pyright: ignore
     }
     result = run_compiler(
-        request, program.serialized, target=device.name, limits=limits
+        request, program.serialized, target=device.name, limits=limits, dump=peak
     )
-    return dataclasses.asdict(result)
+    entry = dataclasses.asdict(result)
+    module = entry.pop("module")
+    if peak:
+        footprint = footprint_from_stats(result.stats)
+        entry["buffers"] = list(map(vars, _buffers(module, footprint)))
+    return entry
+
+
+def _buffers(module: bytes | None, footprint: Footprint) -> tuple[Buffer, ...]:
+    """Read the buffers at the peak from the module that the compiler wrote.
+
+    Raises:
+        CompileError: It wrote none.
+    """
+    try:
+        assignment = read_assignment(module or b"")
+    except ProtoError as error:
+        raise CompileError(
+            "The compiler did not write down where its buffers lie, so that nobody can "
+            "say who holds memory at the peak. Compile without `peak`."
+        ) from error
+    return held_buffers(assignment, footprint.peak_bytes)
 
 
 def _cache_key(program: Program, device: Device) -> str:
@@ -176,6 +220,10 @@ def _from_entry(entry: dict[str, Any] | None, device: Device) -> Compilation | N
         assert entry is not None
         footprint = footprint_from_stats(entry["stats"])
         hlo_text, seconds = str(entry["hlo_text"]), float(entry["compile_seconds"])
+        stored = entry.get("buffers")
+        buffers = None if stored is None else tuple(Buffer(**b) for b in stored)
     except (AssertionError, KeyError, TypeError, ValueError):
         return None
-    return Compilation(device.name, footprint, hlo_text, seconds, from_cache=True)
+    return Compilation(
+        device.name, footprint, hlo_text, seconds, from_cache=True, buffers=buffers
+    )

@@ -26,6 +26,7 @@ from jaxckpt.xla.compile import (
     toolchain_versions,
 )
 from jaxckpt.xla.footprint import Footprint
+from jaxckpt.xla.peak import Holder, holders
 from jaxckpt.xla.roofline import step_seconds
 
 PyTree = Any
@@ -51,6 +52,7 @@ class Measurement:
         scanned: Whether the layers are one scan.
         unpriced: Operations of the HLO whose work is not known, priced by bytes alone.
         warnings: Advice about remat that does nothing, one sentence each.
+        holders: Who holds memory at the peak, where that was asked for.
     """
 
     workload: str
@@ -66,6 +68,7 @@ class Measurement:
     scanned: bool
     unpriced: tuple[str, ...]
     warnings: tuple[str, ...]
+    holders: tuple[Holder, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -107,6 +110,7 @@ def measure(
     *,
     optimizer: optax.GradientTransformation,
     device: Device | str = "attached",
+    peak: bool = False,
 ) -> Measurement:
     """Compile the whole training step for a device and say what it uses.
 
@@ -120,6 +124,7 @@ def measure(
         batch: One batch, abstract or not.
         optimizer: The optax transformation.
         device: A chip of `jaxckpt devices`, or `"attached"`.
+        peak: Whether to say who holds memory at the peak: the `holders` of the result.
 
     Raises:
         DeviceError: An unknown device, or one that cannot be compiled for here.
@@ -131,8 +136,14 @@ def measure(
         >>> loss = lambda params, batch: jnp.mean((batch @ params) ** 2)
         >>> params = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         >>> batch = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-        >>> jaxckpt.measure(loss, params, batch, optimizer=optax.sgd(0.1)).forward_flops
+        >>> sgd = optax.sgd(0.1)
+        >>> found = jaxckpt.measure(loss, params, batch, optimizer=sgd, peak=True)
+        >>> found.forward_flops
         512
+        >>> [h.name for h in found.holders if h.kind == "argument" and h.bytes > 100]
+        ['state.params', 'batch']
+        >>> sum(h.bytes for h in found.holders) == found.peak_bytes
+        True
     """
     concrete = all(isinstance(x, jax.Array) for x in jax.tree.leaves((params, batch)))
     name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
@@ -147,7 +158,8 @@ def measure(
         init=(lambda rng: copy) if concrete else None,
         data=(lambda split: iter([batch])) if concrete else None,
     )
-    return measure_workload(lambda: workload, device=get_device(device))
+    loaded = load_traced(lambda: workload, device=get_device(device))
+    return measure_loaded(loaded, peak=peak)
 
 
 @dataclass(frozen=True)
@@ -214,14 +226,13 @@ def load_traced(
     return Loaded(workload, graph, device, label or workload.name, policy, schedule)
 
 
-def measure_loaded(loaded: Loaded) -> Measurement:
+def measure_loaded(loaded: Loaded, *, peak: bool = False) -> Measurement:
     """Compile the training step of a traced workload, and time it where it can run."""
     workload, graph, device = loaded.workload, loaded.graph, loaded.device
     with use(device):
         step, state = whole_step(workload)
-        compiled = compile_for(
-            step, state, workload.batch, device=device, donate_argnums=0
-        )
+        args = state, workload.batch
+        compiled = compile_for(step, *args, device=device, donate_argnums=0, peak=peak)
         seconds, unpriced = _seconds(compiled, workload, device)
         return Measurement(
             workload=loaded.label,
@@ -241,6 +252,7 @@ def measure_loaded(loaded: Loaded) -> Measurement:
                 + warnings_about(graph)
                 + _offload_warning(graph, compiled)
             ),
+            holders=holders(compiled, graph) if peak else (),
         )
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import jax
 
 from jaxckpt.xla.hlo import HOST_MEMORY_SPACE, parse_shapes
 from jaxckpt.xla.peak_origin import BACKWARD, FORWARD, OUTSIDE, Origin, Origins
@@ -76,6 +82,42 @@ def held_buffers(module: Assignment, peak_bytes: int) -> tuple[Buffer, ...]:
     return (*found, Buffer(rest, REST)) if rest else tuple(found)
 
 
+def named_arguments(
+    buffers: Sequence[Buffer] | None, fn: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Buffer, ...]:
+    """Name the arguments as `fn` calls them: what was compiled took a flat list.
+
+    Args:
+        buffers: With arguments called `args[0]`, `args[1]`, ...
+        fn: The function.
+        args: Its positional arguments, as trees.
+    """
+    names = _argument_names(fn, args)
+
+    def named(buffer: Buffer) -> Buffer:
+        found = re.fullmatch(r"args\[(\d+)\]", buffer.op_name)
+        if buffer.kind != ARGUMENT or found is None:
+            return buffer
+        return dataclasses.replace(buffer, op_name=names[int(found[1])])
+
+    return tuple(map(named, buffers or ()))
+
+
+def _argument_names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """Return the path of each leaf: `state.params['w']`."""
+    try:
+        bound = inspect.signature(fn).bind(*args)
+    except (TypeError, ValueError):  # a built-in without a signature
+        roots = [f"args[{i}]" for i in range(len(args))]
+    else:
+        roots = list(bound.arguments)
+        rest = len(args) - len(roots) + 1
+        if rest != 1:  # the last one takes several
+            roots[-1:] = [f"{roots[-1]}[{i}]" for i in range(rest)]
+    paths = jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    return [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths]
+
+
 class _Held:
     def __init__(self, module: Assignment) -> None:
         self.module = module
@@ -135,14 +177,15 @@ class _Held:
             return KEPT if life.end > backward[0] else FORWARD
         if made not in (BACKWARD, OUTSIDE):
             return made
-        last = next((p for p in reversed(phases[: life.end]) if p), OUTSIDE)
-        size = parse_shapes(self._shape(buffer))[0].elements
-        if last == OUTSIDE and size in self.argument_sizes:
-            if made == BACKWARD or life.members[0][0] < backward[-1]:
-                return GRADIENT
+        begins, ends = life.members[0][0], life.end
+        runs_last = next((p for p in reversed(phases[:ends]) if p), OUTSIDE)
+        like_argument = self._elements(buffer) in self.argument_sizes
+        early = made == BACKWARD or begins < backward[-1]
+        if early and runs_last == OUTSIDE and like_argument:
+            return GRADIENT
         if made == BACKWARD:
             return BACKWARD
-        return UPDATE if life.members[0][0] > backward[-1] else OTHER
+        return OTHER if early else UPDATE
 
     def _maker(self, life: _Life, moment: int) -> int:
         """Return the buffer of a life that was made last at a moment.
@@ -173,6 +216,9 @@ class _Held:
     def _shape(self, buffer: int) -> str:
         made = self.module.made[buffer]
         return self._node(buffer).part_text(made.index)
+
+    def _elements(self, buffer: int) -> int:
+        return parse_shapes(self._shape(buffer))[0].elements
 
     def _origin(self, buffer: int) -> Origin:
         made = self.module.made[buffer]

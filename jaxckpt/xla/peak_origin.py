@@ -1,8 +1,8 @@
 """What an instruction of a compiled module stands for in the program that was traced.
 
-XLA keeps JAX's name stack and primitive with each instruction (`op_name`), but not on
-what it adds itself: copies, loops' tuples, updates of stacked arrays. Those are followed
-to what made their bytes.
+XLA keeps JAX's name stack and primitive with each instruction (`op_name`), but not with
+what it adds itself: copies, loops' tuples, updates of stacked arrays. Those are
+followed to what made their bytes.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def phase(op_name: str) -> str:
     """
     found = OUTSIDE
     for part in op_name.split("/"):
-        if part.startswith("transpose("):
+        if "transpose(" in part:
             found = BACKWARD
         elif part == "rematted_computation":
             found = RECOMPUTED
-        elif part.startswith("jvp("):
+        elif "jvp(" in part:
             found = FORWARD if found in (OUTSIDE, FORWARD) else RECOMPUTED
     return found
 
@@ -98,6 +98,8 @@ class Origins:
         for _ in range(_FOLLOWED):
             found = self._module.nodes[node]
             first = first or found.op_name
+            if found.opcode == "parameter" and found.op_name:  # the program's own
+                return Origin(found.op_name, phase(cut or first))
             if _computes(found):
                 return Origin(found.op_name, phase(cut or found.op_name))
             if found.opcode in ("dynamic-slice", "slice"):

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_DTYPES = {
-    **{1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32"},
-    **{9: "u64", 10: "f16", 11: "f32", 12: "f64", 15: "c64", 16: "bf16", 17: "token"},
-    **{18: "c128", 19: "f8e5m2", 20: "f8e4m3fn", 21: "s4", 22: "u4"},
-}
+# By number in `xla_data.proto`; `_` is no array.
+_DTYPES = (
+    "_", "pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "f32",
+    "f64", "_", "_", "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn", "s4", "u4",
+)  # fmt: skip
 
 Fields = dict[int, list[Any]]
 
@@ -52,7 +52,9 @@ class Node:
         for position in index:
             shape = _fields(shape[4][position])
         dims = ",".join(map(str, _numbers(shape, 3)))
-        return f"{_DTYPES.get(_number(shape, 2), 'data')}[{dims}]"
+        number = _number(shape, 2)
+        dtype = _DTYPES[number] if number < len(_DTYPES) else "_"
+        return f"{dtype.replace('_', 'data')}[{dims}]"
 
 
 @dataclass(frozen=True)

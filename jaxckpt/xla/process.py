@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt.errors import CompileError
+from jaxckpt.xla.dump import dump_options, dumped_module
 
 CHILD_PROGRAM = pathlib.Path(__file__).with_name("compile_child.py")
 
 _POLL_SECONDS = 0.1
+_DUMP = "dump"
 _TAIL_LINES = 8
 _SPARED_HOST_SHARE = 0.1
 _NOISE = re.compile(r"InitializeLog|cudart_stub|cuda_executor|computation_placer")
@@ -40,15 +42,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class ChildResult:
-    """What the compiler's process wrote: bytes by name, seconds, optimized HLO."""
+    """What the compiler's process wrote: bytes by name, seconds, optimized HLO.
+
+    And the module with its buffers (`HloProto`), where that was asked for.
+    """
 
     stats: dict[str, int]
     compile_seconds: float
     hlo_text: str
+    module: bytes | None = None
 
 
 def run_compiler(
-    request: dict[str, Any], program: bytes, *, target: str, limits: Limits
+    request: dict[str, Any],
+    program: bytes,
+    *,
+    target: str,
+    limits: Limits,
+    dump: bool = False,
 ) -> ChildResult:
     """Compile `program` in a child process and return what it wrote.
 
@@ -57,12 +68,16 @@ def run_compiler(
         program: A serialised `jax.export` module.
         target: Name of the device, for messages.
         limits: Time and host memory that the compiler may use.
+        dump: Whether the module with its buffers is wanted.
 
     Raises:
         CompileError: The compiler refused, crashed, hung, or used too much memory.
     """
     with tempfile.TemporaryDirectory(prefix="jaxckpt-") as name:
         folder = pathlib.Path(name)
+        if dump:
+            options = request["compiler_options"] | dump_options(folder / _DUMP)
+            request = request | {"compiler_options": options}
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.bin").write_bytes(program)
         fault = _run_child(folder, limits)
@@ -155,7 +170,8 @@ def _read_result(folder: pathlib.Path, target: str, log: str) -> ChildResult:
         first_line = result["error"].strip().splitlines()[0]
         raise CompileError(f"XLA cannot compile this for `{target}`: {first_line}")
     hlo_text = (folder / "hlo.txt").read_text()
-    return ChildResult(result["stats"], result["compile_seconds"], hlo_text)
+    module = dumped_module(folder / _DUMP)
+    return ChildResult(result["stats"], result["compile_seconds"], hlo_text, module)
 
 
 def _child_environment() -> dict[str, str]:
