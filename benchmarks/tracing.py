@@ -1,4 +1,4 @@
-"""How long does it take to trace a model, find its residuals, and cut it into stages?
+"""How long does it take to trace a model, cut it into stages and predict its step?
 
 python -m benchmarks.tracing [--layers 12 --layers 96] [--workload models/gpt.py:tiny]
 """
@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import optax
+
 from jaxckpt.errors import JaxckptError
 from jaxckpt.graph.stages import stages
 from jaxckpt.graph.trace import Graph, trace
 from jaxckpt.loading import load_workload
+from jaxckpt.memory import predict
 from jaxckpt.stack import use
 
 DEPTHS = 12, 24, 48, 96
@@ -22,6 +25,7 @@ STEPS: dict[str, Callable[[Graph], Any]] = {
     "trace": lambda graph: graph.jaxpr,
     "residuals": lambda graph: graph.residuals,
     "stages": stages,
+    "predict": lambda graph: predict(graph, optimizer=optax.adamw(1e-3)),
 }
 
 

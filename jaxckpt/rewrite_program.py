@@ -13,6 +13,7 @@ from jaxckpt import _jax
 from jaxckpt.errors import PlanError
 from jaxckpt.graph.values import Path
 from jaxckpt.layers import run_layers
+from jaxckpt.remat import refuse_callbacks
 from jaxckpt.rewrite_cut import Cutter, Env, Flat
 from jaxckpt.rewrite_unrolled import Unrolled, abstract
 from jaxckpt.schedule import Schedule
@@ -107,6 +108,8 @@ class Rewriter:
         if self._form is None and all(isinstance(node, Keep) for node in nodes):
             return piece.run
         eqn = cutter.jaxpr.eqns[stack.start]
+        if not all(isinstance(node, Keep) for node in nodes):
+            refuse_callbacks(eqn.params["jaxpr"], f"A layer of `{stack.name}`")
 
         def run(env: Env) -> None:
             with _jax.in_place_of(eqn):

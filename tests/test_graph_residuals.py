@@ -157,6 +157,42 @@ def test_a_view_of_a_parameter_is_an_argument(view):
     assert found == []
 
 
+def test_a_parameter_that_a_loop_stacks_is_a_value():
+    def fn(w, x):
+        copies = lax.scan(lambda c, _: (c, w.T), 0.0, None, length=3)[1]
+        return jnp.sum(copies * x[0])
+
+    ((_, shape, layers, _),) = labels(fn, W, X)
+    assert (shape, layers) == ((3, WIDTH, WIDTH), 3)
+
+
+@pytest.mark.parametrize("loop", [lax.scan, lax.fori_loop, lax.while_loop])
+def test_a_parameter_that_a_loop_carries_on_is_an_argument(loop):
+    def fn(w, x):
+        if loop is lax.scan:
+            w = lax.scan(lambda c, _: ((c[0], c[1] + 1), None), (w, 0), length=3)[0][0]
+        elif loop is lax.fori_loop:
+            w = lax.fori_loop(0, 3, lambda i, c: (c[0], c[1] + i), (w, 0))[0]
+        else:
+            step = lambda c: (c[0], c[1] + 1)  # noqa: E731
+            w = lax.while_loop(lambda c: c[1] < 3, step, (w, 0))[0]
+        return x @ w
+
+    found = jaxckpt.trace(fn, W, X, argnums=1).residuals
+    assert [r.argument for r in found] == [True]
+
+
+def test_views_of_one_value_are_held_once():
+    def fn(w, x):
+        y = jnp.exp(x)
+        return jax.checkpoint(lambda y: jnp.sin(y @ w))(y) + y.T.reshape(y.shape)
+
+    graph = jaxckpt.trace(fn, W, X, argnums=None)
+    held = [r for r in graph.residuals if r.held]
+    assert [r.primitive for r in held] == ["exp"]
+    assert graph.residual_bytes == X.nbytes
+
+
 def test_a_cast_of_a_parameter_is_a_value():
     fn = lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)  # noqa: E731
     cast = "test_a_cast_of_a_parameter_is_a_value/convert_element_type"

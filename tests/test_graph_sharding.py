@@ -1,4 +1,4 @@
-"""Bytes on one device: told by types, by `shard_map`, or followed from the arguments."""
+"""Bytes on one device: told by types, by `shard_map`, or followed from arguments."""
 
 import json
 

@@ -329,8 +329,7 @@ def _near_ties():
 
 @pytest.mark.parametrize(("policy", "runs"), [("none", 1), ("full", 2)])
 def test_near_ties_are_the_same_choice_when_computed_again(policy, runs, monkeypatch):
-    seen = Counter()
-    route = moe.Block._route
+    params, seen, route = _near_ties(), Counter(), moe.Block._route
 
     def watched(self, x):
         logits, chosen = route(self, x)
@@ -341,7 +340,7 @@ def test_near_ties_are_the_same_choice_when_computed_again(policy, runs, monkeyp
     workload = moe.tiny(num_layers=2, batch=4, seq=64, policy=policy, attention="xla")
     gradient = jax.jit(jax.grad(workload.loss_fn, has_aux=True))
     with jax_option("jax_disable_most_optimizations", False):
-        jax.block_until_ready(gradient(_near_ties(), _batch(4, 64)))
+        jax.block_until_ready(gradient(params, _batch(4, 64)))
         jax.effects_barrier()
     assert len(seen) == 2  # layers
     assert set(seen.values()) == {runs}

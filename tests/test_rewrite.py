@@ -533,8 +533,8 @@ def test_remat_round_the_layers_and_much_else_is_taken_away(loss):
             value = jnp.sin(value)
         return value
 
-    got = planned(jax.checkpoint(fn), W, X)
-    assert layer_forwards(got, W, X) == FORWARDS
+    got = jax.make_jaxpr(gradients(planned(jax.checkpoint(fn), W, X)))(W, X)
+    assert helpers.count(_jax.without_dead_code(got), "tanh") == FORWARDS
 
 
 @each_loss
@@ -620,7 +620,7 @@ def test_other_shapes_of_the_same_program_are_taken(loss):
 
 
 @each_loss
-@pytest.mark.parametrize("rule", ["full", "every(2)"])
+@pytest.mark.parametrize("rule", ["full", "nested(1)"])
 def test_callback_in_a_rematerialised_layer_is_refused_and_the_stack_named(loss, rule):
     def layer(x, w):
         y = jax.experimental.io_callback(lambda a: a, X, jax.lax.stop_gradient(x))

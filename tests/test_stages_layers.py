@@ -198,3 +198,17 @@ def test_layers_that_treat_their_weights_differently_leave_the_embedding_alone()
     chain = check_same(loss, params, TOKENS)
     (stack,) = chain.stacks
     assert [s.carry_bytes for s in stack.stages] == [2 * 3 * WIDTH * 4] * 4
+
+
+def test_what_all_layers_read_of_the_first_comes_behind_it():
+    def loss(params, tokens):
+        x, first = params["table"][tokens], None
+        for w in params["layers"]:
+            h = normalised(x)
+            first = jnp.sum(h) if first is None else first
+            x = x + jnp.tanh((h + first) @ w["a"]) @ w["b"]
+        return jnp.sum(x)
+
+    params = {"table": table(), "layers": [layer_weights(i) for i in range(4)]}
+    chain = check_same(loss, params, TOKENS)
+    assert [s.num_layers for s in chain.stacks] == [4]

@@ -10,6 +10,7 @@ from programs import PROGRAMS, WEIGHTS, W, X, flat, layer, of_inexact
 
 import jaxckpt
 from jaxckpt import _jax
+from jaxckpt.graph import residuals as residuals_module
 from jaxckpt.errors import WorkloadError
 from jaxckpt.graph.flops import find_unknown
 from jaxckpt.matmul import Matmul, register_matmul
@@ -237,13 +238,18 @@ def test_what_scatters_and_reductions_combine_by_is_no_program_of_its_own():
 
 def test_the_work_of_a_graph_grows_linearly_with_depth(monkeypatch):
     calls = [0]
-    source_line = _jax.source_line
+    source_line, links = _jax.source_line, residuals_module._Links
 
-    def counted(eqn):
+    def line_counted(eqn):
         calls[0] += 1
         return source_line(eqn)
 
-    monkeypatch.setattr(_jax, "source_line", counted)
+    def links_counted(jaxpr):
+        calls[0] += len(jaxpr.eqns)
+        return links(jaxpr)
+
+    monkeypatch.setattr(_jax, "source_line", line_counted)
+    monkeypatch.setattr(residuals_module, "_Links", links_counted)
 
     def visits(depth):
         def fn(w, x):

@@ -103,7 +103,7 @@ def choose_values(
     choice = {
         i: d for i, d in choice.items() if i in reads and d is not Decision.RECOMPUTE
     }
-    choice = _without_complex(values, choice, where)
+    choice = one_of_each(values, _without_complex(values, choice, where))
     names = tag_names(values, choice)
     places = {values.items[i].place: name for i, name in names.items()}
     tagged = tag(closed, places)

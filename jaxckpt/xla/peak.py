@@ -92,7 +92,9 @@ def holders(compiled: Compilation, graph: Graph | None = None) -> tuple[Holder, 
     groups: dict[tuple[str, str], list[tuple[Buffer, str, str]]] = defaultdict(list)
     for buffer in compiled.buffers:
         name, source = names.of(buffer)
-        groups[buffer.kind, _INDEX.sub("*", name)].append((buffer, name, source))
+        path, space, shape = name.partition(" ")
+        pattern = _INDEX.sub("*", path) + space + shape
+        groups[buffer.kind, pattern].append((buffer, name, source))
     found = [_holder(kind, name, group) for (kind, name), group in groups.items()]
     return tuple(sorted(found, key=lambda h: (-h.bytes, h.kind, h.name)))
 
@@ -132,13 +134,15 @@ class _Names:
         named = self._named(buffer, place)
         if named is not None and buffer.kind not in (BACKWARD, GRADIENT):
             return named
+        if "/" not in buffer.op_name:
+            return f"{buffer.op_name or _stem(buffer.hlo)} {buffer.shape}".strip(), ""
         source = self._sources.get(place, "")
         where = place[0] or function_of(source)
         if buffer.kind == GRADIENT and where:
             return where, source
         name = "/".join(filter(None, (where, place[1])))
         if not where and buffer.shape:
-            name = f"{name or buffer.hlo} {buffer.shape}"
+            name = f"{name or _stem(buffer.hlo)} {buffer.shape}"
         return name, source
 
     def _named(self, buffer: Buffer, place: Place) -> tuple[str, str] | None:
@@ -150,7 +154,9 @@ class _Names:
             if size in (math.prod(v.shape), math.prod(v.shape) * v.times)
         ]
         if not found and buffer.kind == KEPT:
-            found += [r for r in self._residuals if size == math.prod(r.shape)]
+            alike = [r for r in self._residuals if size == math.prod(r.shape)]
+            # What a loop carries is known by what it begins with.
+            found += [r for r in alike if r.carried] or alike
         labels = {value.label.partition("#")[0] for value in found}
         return (labels.pop(), found[0].source) if len(labels) == 1 else None
 
@@ -170,6 +176,10 @@ def place_of(op_name: str) -> Place:
             parts.append(part)
     ended = bool(parts) and op_name.endswith(parts[-1])
     return ("/".join(parts[:-1]), parts[-1]) if ended else ("/".join(parts), "")
+
+
+def _stem(hlo: str) -> str:
+    return hlo.rstrip(".0123456789")
 
 
 def _elements(shape: str) -> int:

@@ -34,7 +34,7 @@ class Buffer:
             that makes it, `"forward"` or `"backward"`, or `"other"`. `"rest"` is what
             no buffer explains.
         op_name: JAX's name stack and primitive of what made it; the name of an
-            argument.
+            argument, also for a copy or a part of one.
         shape: Its type, such as `"f32[4,8]"`.
         hlo: Name of the instruction that made it.
     """
@@ -96,7 +96,7 @@ def named_arguments(
 
     def named(buffer: Buffer) -> Buffer:
         found = re.fullmatch(r"args\[(\d+)\]", buffer.op_name)
-        if buffer.kind != ARGUMENT or found is None:
+        if found is None:
             return buffer
         return dataclasses.replace(buffer, op_name=names[int(found[1])])
 

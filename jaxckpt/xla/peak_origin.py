@@ -21,6 +21,7 @@ _MOVES = (
     "convert",
     "dynamic-slice",
     "optimization-barrier",
+    "reduce-precision",
     "reshape",
     "slice",
     "transpose",
@@ -31,7 +32,7 @@ _PLACES = re.compile(
 )
 _MOVED = re.compile(
     r"(^|/)(dynamic_update_slice|dynamic_slice|broadcast_in_dim|reshape|transpose"
-    r"|squeeze|slice|copy)$"
+    r"|squeeze|slice|copy|reduce_precision)$"
 )
 _FOLLOWED = 100
 
