@@ -180,6 +180,8 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         case, unit = row.case, _unit(row.compiled_bytes)
+        temp = row.predicted_bytes - row.argument_bytes
+        true_temp = row.compiled_bytes - row.argument_bytes
         lines.append(
             f"| {case.label} | {case.schedule or case.policy} | {case.device} "
             f"| {row.predicted_bytes / unit[1]:.2f} {unit[0]} "

@@ -5,7 +5,8 @@ or a chunked loss that is rematerialised stays so, as does a stack without a rul
 
 Which operation came out of which `jax.checkpoint` has to be known when all of them are
 taken away and the stacks are found. So each operation carries a mark: the numbers of
-the calls around it, outermost first; of such a call, its own is the last.
+the calls around it, outermost first; of such a call, its own is the last. Into the calls
+of JAX's new remat engine no mark goes: a plan replaces all of these.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def without_own_remat(
     Returns:
         The chain, and its stacks that the plan rules.
     """
-    marked = _Marker().program(closed)
+    marker = _Marker()
+    marked = marker.program(closed)
     chain = stages(marked, remat=True)
     found = find(chain)
-    owned = _owned(chain, found)
+    owned = _owned(chain, found) | marker.unmarked
     with_others = stages(marked, remat=lambda eqn: _regions(eqn)[-1] in owned)
     # Where the layers are not to be found beside it, the remat of the others goes too.
     with contextlib.suppress(PlanError):
@@ -54,10 +56,15 @@ def without_own_remat(
 
 
 class _Marker:
-    """Puts marks into a program; each place gets marks of its own."""
+    """Puts marks into a program; each place gets marks of its own.
+
+    Attributes:
+        unmarked: Numbers of the calls whose operations have none.
+    """
 
     def __init__(self) -> None:
         self._numbers = count()
+        self.unmarked: set[int] = set()
 
     def program(self, closed: Any, regions: tuple[int, ...] = ()) -> Any:
         jaxpr = _jax.open_jaxpr(closed)
@@ -67,7 +74,9 @@ class _Marker:
     def _equation(self, eqn: Any, regions: tuple[int, ...]) -> Any:
         if _is_remat(eqn):
             regions = (*regions, next(self._numbers))
-        if "_prim" not in eqn.params:
+        if "_prim" in eqn.params:
+            self.unmarked.update(regions[-1:])
+        else:
             inner = _jax.inner_jaxprs(eqn)
             changed = {key: self.program(j, regions) for key, j in inner.items()}
             eqn = _jax.replace_inner(eqn, changed)

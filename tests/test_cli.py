@@ -422,6 +422,21 @@ def test_json_is_all_that_stdout_gets(arguments, tmp_path):
         assert printed in result.stderr
 
 
+def test_explain_shows_the_peak_and_the_stages(tmp_path):
+    file = write_noisy_workload(tmp_path)
+    result = run("explain", f"{file}:mine", "--peak", "--stages")
+    assert result.exit_code == 0, result.output
+    assert "who holds memory at the peak on attached" in result.stdout
+    assert "bytes across its start" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    found = json.loads(run("explain", f"{file}:mine", "--peak", "--json").stdout)
+    names = {one["name"] for one in found["holders"]}
+    assert {"state.params", "batch"} <= names
+    assert (
+        json.loads(run("explain", f"{file}:mine", "--json").stdout)["holders"] is None
+    )
+
+
 @pytest.mark.aot
 def test_measure_for_an_absent_gpu_reports_every_key():
     result = run_apart(

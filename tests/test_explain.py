@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -14,9 +15,12 @@ import jaxckpt
 from jaxckpt import _jax, explain, trace
 from jaxckpt.devices import get_device
 from jaxckpt.policy import parse_policy
+from jaxckpt.report import explain as explain_module
 from jaxckpt.report.explain import explain_workload
+from jaxckpt.report.explain_tables import holder_table
 from jaxckpt.schedule import parse_schedule
 from jaxckpt.workload import Workload
+from jaxckpt.xla.peak import Holder
 
 LAYERS, ROWS, WIDTH = 4, 4096, 64
 STACK = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
@@ -110,6 +114,14 @@ def test_the_json_is_plain_and_says_what_runs_again():
     product = 2 * ROWS * WIDTH * WIDTH
     assert data["forward_flops"] == LAYERS * 4 * product
     assert data["recompute_flops"] == LAYERS * product
+
+
+# Case 1: a name that nothing carries, in a policy that JAX takes without a word.
+def test_a_name_that_no_value_has_is_noted():
+    policy = jax.checkpoint_policies.save_only_these_names("hiden", "middle")
+    notes = explained(stack(jax.checkpoint(layer, policy=policy)), STACK, X).notes
+    (note,) = [n for n in notes if "`hiden`" in n]
+    assert "hidden" in note and "`middle`" not in note
 
 
 # Case 2: a name on what nothing reads.
@@ -240,13 +252,55 @@ def test_the_picture_without_remat_says_so():
     assert "run again: 0 TFLOP" in text
 
 
-def test_the_table_shows_layers_totals_and_place():
+def test_the_table_shows_layers_totals_place_and_line():
     lines = rendered(explained(*PROGRAMS["host"], X)).splitlines()
-    (hidden,) = [line.split() for line in lines if line.strip().startswith("hidden")]
-    (middle,) = [line.split() for line in lines if line.strip().startswith("middle")]
-    assert hidden == ["hidden", "1.00", "MiB", "4", "4.00", "MiB", "device"]
-    assert middle == ["middle", "1.00", "MiB", "4", "4.00", "MiB", "host"]
+    (hidden,) = [line.split() for line in lines if line.startswith("hidden")]
+    (middle,) = [line.split() for line in lines if line.startswith("middle")]
+    assert hidden[:-1] == ["hidden", "1.00", "4", "4.00", "device"]
+    assert middle[:-1] == ["middle", "1.00", "4", "4.00", "host"]
+    assert hidden[-1].startswith("test_explain.py:") and hidden[-1] < middle[-1]
     assert any("kept on the device: 8.00 MiB" in line for line in lines)
+
+
+def test_equal_names_of_different_lines_have_rows_of_their_own():
+    def two_lines(w, x):
+        x = checkpoint_name(jnp.sin(x @ w), "twice")
+        x = checkpoint_name(jnp.cos(x @ w), "twice")
+        return x @ w
+
+    rows = explained(two_lines, W, X).rows
+    twice = [row for row in rows if row.name == "twice"]
+    assert [(row.layers, row.total_bytes) for row in twice] == [(1, VALUE)] * 2
+    assert len({row.source for row in twice}) == 2
+
+
+def many_values(w, x):
+    for i in range(100):
+        x = checkpoint_name(2 * x[:WIDTH], f"small_{i}")
+        x = x * x
+    return jnp.sum(x) + jnp.sum(jnp.sin(w @ w))
+
+
+def test_what_is_small_is_summed_up_in_one_row():
+    big = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    lines = rendered(explained(many_values, big, X)).splitlines()
+    (small,) = [line.split() for line in lines if "small ones" in line]
+    rows = explained(many_values, big, X).rows
+    limit = sum(row.total_bytes for row in rows) / 200
+    rest = [row.total_bytes for row in rows if row.total_bytes < limit]
+    assert small[0] == str(len(rest)) and len(rest) >= 100
+    assert small[-1] == f"{sum(rest) / 2**20:,.2f}"
+
+
+def test_operations_of_unknown_work_are_noted():
+    call = jax.ffi.ffi_call("jaxckpt_no_such_call", X)
+    loss = lambda w, x: jnp.sum(x @ w + call(lax.stop_gradient(x)))  # noqa: E731
+    explanation = explained(loss, W, X)
+    (note,) = [n for n in explanation.notes if n.startswith("Not priced")]
+    assert "`ffi_call`" in note and "runs once" in note and "2.00 MiB" in note
+    unknown = explanation.as_json()["unknown"]
+    assert unknown == {"ffi_call": {"times": 1, "bytes": 2 * VALUE}}
+    assert explained(layer, W, X).as_json()["unknown"] == {}
 
 
 def long_names(w, x):
@@ -265,15 +319,68 @@ def test_no_line_is_longer_than_80_columns(policy):
         assert policy is None or name in text.replace("\n", "")
 
 
-def explained_workload(policy=None, schedule=None, layers=10):
+def explained_workload(policy=None, schedule=None, layers=10, **options):
     loss = lambda params, batch, rng=None: jnp.sum(layer(params, batch))  # noqa: E731
-    workload = Workload("mlp", loss, W, X, layers=layers)
+    workload = Workload("mlp", loss, W, X, layers=layers, optimizer=optax.adam(1e-3))
     return explain_workload(
         lambda: workload,
         policy=None if policy is None else parse_policy(policy),
         schedule=None if schedule is None else parse_schedule(schedule),
         device=get_device("attached"),
+        **options,
     )
+
+
+def test_who_holds_memory_at_the_peak_is_shown():
+    explanation = explained_workload(peak=True)
+    text = rendered(explanation)
+    _, _, text = text.partition("who holds memory at the peak on attached: ")
+    assert text.startswith(f"{explanation.peak.bytes / 2**20:,.2f} MiB")
+    lines = [line for line in text.splitlines() if "%" in line]
+    shares = [float(line.partition(" %")[0].split()[-1]) for line in lines]
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
+    state = [line.split()[0] for line in lines if line.split()[-1] == "argument"]
+    assert len(state) == len(set(state)) and "batch" in state
+    found = json.loads(json.dumps(explanation.as_json()))["holders"]
+    assert sum(holder["bytes"] for holder in found) == explanation.peak.bytes
+    assert {"argument", "kept"} <= {holder["kind"] for holder in found}
+
+
+def test_nothing_is_compiled_unless_asked(monkeypatch):
+    monkeypatch.setattr(explain_module, "compile_for", None)
+    explanation = explained_workload()
+    assert explanation.peak is None and explanation.as_json()["holders"] is None
+    assert "who holds memory" not in rendered(explanation)
+
+
+def test_the_stages_are_shown_when_asked_for():
+    assert "bytes across its start" in rendered(explained_workload(stages=True))
+    assert "bytes across its start" not in rendered(explained_workload())
+
+
+HOLDERS = (
+    Holder(600, "argument", "state.params['a_quite_long_name']['kernel']", 1, ""),
+    Holder(300, "kept", "Model/layers/Block_0/normalization/convert_element_type", 24,
+           "/home/me/a_package/normalization.py:1234 (Layer.__call__)"),
+    Holder(100, "argument", "state.opt_state[0].mu['a']", 1, ""),
+    Holder(50, "argument", "state.opt_state[0].nu['a']", 1, ""),
+    Holder(40, "recomputed", "x" * 60, 1, "f.py:1 (f)"),
+    Holder(1, "rest", "gaps between buffers", 1, ""),
+    Holder(1, "other", "copy s32[]", 1, ""),
+)  # fmt: skip
+
+
+def test_the_table_of_holders_joins_trees_and_what_is_small():
+    file = io.StringIO()
+    Console(file=file, width=80).print(holder_table(HOLDERS))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if "%" in line]
+    assert rows[0] == ["state.params", "0.00", "54.9", "%", "argument"]
+    assert rows[2] == ["state.opt_state", "0.00", "13.7", "%", "argument"]
+    assert rows[-1] == ["2", "small", "ones", "0.00", "0.2", "%"]
+    assert len(rows) == 5
+    assert rows[1][-1] == "normalization.py:123"  # the rest on the next line
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from beartype.roar import BeartypeCallHintViolation
 from flax import linen as nn
 from helpers import layer_forwards
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxckpt
-from jaxckpt import Keep, Segment, Stack, every, full, none, save, uniform
+from jaxckpt import Keep, Segment, Stack, _jax, every, full, none, save, uniform
 from jaxckpt.errors import JaxckptError, PlanError, PolicyError, ScheduleError
 from jaxckpt.plan import Plan, as_rule, plan_from
 
@@ -97,6 +96,7 @@ def test_mapping_gives_each_stack_its_rule_and_leaves_the_others():
     assert layer_forwards(plan.apply(two_stacks), PARAMS, X) == 4 + 2 * 3
 
 
+@pytest.mark.skipif(_jax.remat3_enabled(), reason="a plan replaces all of its remat")
 def test_stack_that_is_left_out_keeps_its_own_remat():
     def fn(params, x):
         x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["encoder"])
@@ -247,15 +247,9 @@ def test_fingerprint_is_of_the_layers_and_not_of_shapes_or_data():
     [
         ((), {}, "rules for the stacks ..\\. Give one"),
         ((("a", full()), ("a", none())), {}, "rules for the stacks .'a', 'a'"),
-        ((("a", "full"),), {}, "`'full'`, the rule of `a`, is no schedule"),
         ((("a", full()),), {"depths": (1, 2)}, "not the depths of"),
     ],
 )
 def test_plans_that_are_none_are_refused(rules, settings, message):
-    with pytest.raises((PlanError, BeartypeCallHintViolation), match=message):
+    with pytest.raises(PlanError, match=message):
         Plan(rules, **settings)
-
-
-def test_what_is_no_function_is_refused():
-    with pytest.raises((TypeError, BeartypeCallHintViolation), match="no function|fn"):
-        plan_from("full", 3, W, X)

@@ -537,6 +537,7 @@ def test_remat_round_the_layers_and_much_else_is_taken_away(loss):
     assert helpers.count(_jax.without_dead_code(got), "tanh") == FORWARDS
 
 
+@pytest.mark.skipif(_jax.remat3_enabled(), reason="a plan replaces all of its remat")
 @each_loss
 def test_remat_of_other_parts_stays(loss):
     @jax.checkpoint

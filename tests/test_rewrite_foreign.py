@@ -14,7 +14,7 @@ from jaxckpt import Keep, Remat, Segment, _jax
 from jaxckpt.graph.flops import equations
 from jaxckpt.graph.gradient import without_remat
 from jaxckpt.matmul import find_matmul
-from jaxckpt.plan import as_rule, plan_from
+from jaxckpt.plan import Plan, as_rule, plan_from
 from jaxckpt.policy_algebra import Nothing
 from jaxckpt.rewrite import find_chain
 
@@ -60,12 +60,21 @@ program = functools.cache(lambda name: PROGRAMS[name]())
 
 
 @functools.cache
+def chain(name):
+    """Return a program as a chain of stages, its own remat taken away."""
+    case = program(name)
+    return find_chain(case.fn, case.args, existing="replace")
+
+
+@functools.cache
 def traced(name, rule):
     """Return the gradient of a program under a rule, traced; of None, as it is."""
     case = program(name)
     fn = case.fn
     if rule is not None:
-        fn = plan_from(RULES.get(rule, rule), fn, *case.args).apply(fn)
+        schedule = as_rule(RULES.get(rule, rule))
+        plan = Plan(tuple((stack.name, schedule) for stack in chain(name).stacks))
+        fn = plan.apply(fn)
     of_fn = jax.value_and_grad(fn, has_aux=case.has_aux)
     return jax.make_jaxpr(of_fn, return_shape=True)(*case.args)
 
@@ -137,8 +146,8 @@ def _keeps_nothing(node):
 @each_program
 def test_stacks_are_found(name):
     case = program(name)
-    chain = find_chain(case.fn, case.args, existing="replace")
-    assert tuple(stack.num_layers for stack in chain.stacks) == case.depths
+    assert tuple(stack.num_layers for stack in chain(name).stacks) == case.depths
+    assert plan_from("full", case.fn, *case.args).depths == case.depths
 
 
 @each_program
@@ -155,7 +164,7 @@ def test_values_and_gradients_are_those_of_the_program(name, rule):
 def test_products_run_again_as_the_schedule_says(name, rule):
     case = program(name)
     again = 0
-    for stack in find_chain(case.fn, case.args, existing="replace").stacks:
+    for stack in chain(name).stacks:
         layers = [products(s.body) for s in stack.stages for _ in range(s.layers)]
         nodes = as_rule(RULES[rule]).nodes(stack.num_layers)
         again += stack.stages[0].times * products_again(nodes, layers, case.unread)
@@ -186,7 +195,8 @@ def test_layer_inputs_that_are_kept_are_those_of_the_schedule(name):
     case = program(name)
 
     def kept(rule):
-        planned = plan_from(rule, case.fn, *case.args).apply(case.fn)
+        plan = Plan(((chain(name).stacks[0].name, as_rule(rule)),))
+        planned = plan.apply(case.fn)
         graph = jaxckpt.trace(planned, *case.args, has_aux=case.has_aux)
         return graph.residual_bytes
 

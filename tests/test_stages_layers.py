@@ -212,3 +212,21 @@ def test_what_all_layers_read_of_the_first_comes_behind_it():
     params = {"table": table(), "layers": [layer_weights(i) for i in range(4)]}
     chain = check_same(loss, params, TOKENS)
     assert [s.num_layers for s in chain.stacks] == [4]
+
+
+@pytest.mark.parametrize("products", [1, 2])
+def test_the_first_layer_may_take_an_argument(products):
+    def loss(params, x):
+        total = 0.0
+        for w in params:
+            up = jnp.tanh(x @ w["a"])
+            x = x + up
+            if products == 2:
+                x = x + jnp.sin(x @ w["b"])
+            total += jnp.sum(up)
+        return jnp.sum(x) + total
+
+    params = [layer_weights(i, inner=WIDTH) for i in range(4)]
+    chain = check_same(loss, params, jnp.ones((3, WIDTH)))
+    assert sum(s.num_layers for s in chain.stacks) == 4
+    assert len(kinds_of(chain.stacks[0])) <= 2  # the first begins the total

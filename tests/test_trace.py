@@ -10,8 +10,8 @@ from programs import PROGRAMS, WEIGHTS, W, X, flat, layer, of_inexact
 
 import jaxckpt
 from jaxckpt import _jax
-from jaxckpt.graph import residuals as residuals_module
 from jaxckpt.errors import WorkloadError
+from jaxckpt.graph import residuals as residuals_module
 from jaxckpt.graph.flops import find_unknown
 from jaxckpt.matmul import Matmul, register_matmul
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from jaxckpt import _jax
 from jaxckpt.graph.stages_keys import Keys
-from jaxckpt.graph.stages_program import Program
+from jaxckpt.graph.stages_program import Program, variables
 
 _NEAR = 1.05
 
@@ -31,16 +32,21 @@ class Row:
         return list(map(keys.operation, self.program.eqns))
 
     @cached_property
+    def _places(self) -> list[int]:
+        """The position at which each equation is needed first."""
+        places = [len(self.numbers)] * (len(self.program.eqns) + 1)
+        for number in reversed(range(len(self.program.eqns))):
+            readers = (places[reader] for reader in self.program.readers[number])
+            first = min(readers, default=len(self.numbers))
+            places[number] = self.position.get(number, first)
+        return places
+
+    @cached_property
     def _spans(self) -> list[tuple[int, int, int]]:
         """Between which positions each computed value is alive, and its bytes."""
         program, spans = self.program, []
-        end = len(self.numbers)
         for i, eqn in enumerate(program.eqns):
-            reads = [
-                end if r == len(program.eqns) else self.position[r]
-                for r in program.readers[i]
-                if r == len(program.eqns) or r in self.position
-            ]
+            reads = [self._places[reader] for reader in program.readers[i]]
             alive = [v for v in eqn.outvars if v not in program.arguments]
             size = sum(_jax.nbytes(v.aval) for v in alive if not _jax.is_drop(v))
             if reads and size:
@@ -49,13 +55,26 @@ class Row:
         return spans
 
     @cached_property
+    def _spans_of_arguments(self) -> list[tuple[int, int, int]]:
+        """The same of arguments, from where they are read first.
+
+        What the first layer takes may be an argument.
+        """
+        reads: dict[Any, list[int]] = {}
+        for number, eqn in enumerate(self.program.eqns):
+            for v in variables(eqn.invars):
+                if v in self.program.arguments:
+                    reads.setdefault(v, []).append(self._places[number])
+        return [(min(p), max(p), _jax.nbytes(v.aval)) for v, p in reads.items()]
+
+    @cached_property
     def crossing(self) -> list[int]:
-        """Bytes alive just before each position."""
-        return self._sums([(a, b, size) for a, b, size in self._spans])
+        """Bytes alive just before each position, those of arguments included."""
+        return self._sums([*self._spans, *self._spans_of_arguments])
 
     @cached_property
     def alive(self) -> list[int]:
-        """How many values are alive just before each position."""
+        """How many computed values are alive just before each position."""
         return self._sums([(a, b, 1) for a, b, _ in self._spans])
 
     def _sums(self, spans: Sequence[tuple[int, int, int]]) -> list[int]:

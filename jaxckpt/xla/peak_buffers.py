@@ -123,7 +123,7 @@ class _Held:
         self.module = module
         self.origins = Origins(module)
         arguments = (module.nodes[p].part_text(()) for p in module.parameters)
-        self.argument_sizes = {parse_shapes(text)[0].elements for text in arguments}
+        self.argument_dims = set(map(_dims, arguments))
 
     def buffers(self) -> Iterator[Buffer]:
         for allocation in self.module.allocations:
@@ -179,9 +179,10 @@ class _Held:
             return made
         begins, ends = life.members[0][0], life.end
         runs_last = next((p for p in reversed(phases[:ends]) if p), OUTSIDE)
-        like_argument = self._elements(buffer) in self.argument_sizes
+        waits = runs_last == OUTSIDE or ends > backward[-1]
         early = made == BACKWARD or begins < backward[-1]
-        if early and runs_last == OUTSIDE and like_argument:
+        dims = _dims(self._shape(buffer))
+        if early and waits and dims and dims in self.argument_dims:
             return GRADIENT
         if made == BACKWARD:
             return BACKWARD
@@ -217,12 +218,14 @@ class _Held:
         made = self.module.made[buffer]
         return self._node(buffer).part_text(made.index)
 
-    def _elements(self, buffer: int) -> int:
-        return parse_shapes(self._shape(buffer))[0].elements
-
     def _origin(self, buffer: int) -> Origin:
         made = self.module.made[buffer]
         return self.origins.of(made.node, made.index)
+
+
+def _dims(shape: str) -> tuple[int, ...]:
+    """Return what a shape and that of its transposes have in common; () of scalars."""
+    return tuple(sorted(dim for dim in parse_shapes(shape)[0].dims if dim > 1))
 
 
 def _replay(events: Events, module: Assignment) -> _History:
