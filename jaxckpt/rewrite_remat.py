@@ -5,8 +5,8 @@ or a chunked loss that is rematerialised stays so, as does a stack without a rul
 
 Which operation came out of which `jax.checkpoint` has to be known when all of them are
 taken away and the stacks are found. So each operation carries a mark: the numbers of
-the calls around it, outermost first; of such a call, its own is the last. Into the calls
-of JAX's new remat engine no mark goes: a plan replaces all of these.
+the calls around it, outermost first; of such a call, its own is the last. Into the
+calls of JAX's new remat engine no mark goes: a plan replaces all of these.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def without_own_remat(
     chain = stages(marked, remat=True)
     found = find(chain)
     owned = _owned(chain, found) | marker.unmarked
-    with_others = stages(marked, remat=lambda eqn: _regions(eqn)[-1] in owned)
+    with_others = stages(marked, remat=lambda eqn: owned.issuperset(_own(eqn)))
     # Where the layers are not to be found beside it, the remat of the others goes too.
     with contextlib.suppress(PlanError):
         others = find(with_others)
@@ -75,7 +75,7 @@ class _Marker:
         if _is_remat(eqn):
             regions = (*regions, next(self._numbers))
         if "_prim" in eqn.params:
-            self.unmarked.update(regions[-1:])
+            self.unmarked.update(regions[-1:] if _is_remat(eqn) else ())
         else:
             inner = _jax.inner_jaxprs(eqn)
             changed = {key: self.program(j, regions) for key, j in inner.items()}
@@ -106,6 +106,11 @@ def _count(closed: Any) -> Counter[int]:
 
 def _regions(eqn: Any) -> tuple[int, ...]:
     return _jax.mark_of(eqn) or ()
+
+
+def _own(eqn: Any) -> tuple[int, ...]:
+    """Return the number of a rematerialised call, where it has one."""
+    return _regions(eqn)[-1:]
 
 
 def _is_remat(eqn: Any) -> bool:

@@ -118,6 +118,8 @@ class _Lowering:
             return self._equal[key]
         writes = [_buffer(v.aval, eqn) for v in eqn.outvars]
         kind, name = _kind(eqn), eqn.primitive.name
+        if name in ("ragged_dot", "ragged_dot_general"):
+            given = [self._masked(eqn, given), *given[1:]]
         op = Op(name, kind, _distinct(given), writes, eqn, _WORK.get(name, 1.0))
         op.target = given[0] if kind is Kind.UPDATE else None
         self.ops.append(op)
@@ -140,6 +142,23 @@ class _Lowering:
 
     def _passed(self, buffer: Buffer | None) -> int:
         return 0 if buffer is None else self._barriers.get(buffer, 0)
+
+    def _masked(self, eqn: Any, given: Sequence[Buffer | None]) -> Buffer:
+        """Add the left operand of a ragged product, once for each group of rows.
+
+        XLA:GPU has no kernel of its own for it (jax 0.10.2): it multiplies the rows of
+        all groups by each group's weights, with zeros for rows of other groups.
+        """
+        left, groups = eqn.invars[0].aval, eqn.invars[2].aval.shape[-1]
+        key = "masked", *((b and id(b), self._passed(b)) for b in (given[0], given[2]))
+        if key in self._equal:
+            return self._equal[key][0]
+        made = _buffer(left, eqn)
+        self._equal[key] = [made]
+        made.bytes, made.elements = groups * made.bytes, groups * made.elements
+        op = Op("masked", Kind.FUSED, _distinct([given[0], given[2]]), [made], eqn)
+        self.ops.append(op)
+        return made
 
     def _split(self, op: Op) -> None:
         """Cut a product of few tiles in parts, which a reduction adds up."""

@@ -55,6 +55,8 @@ def _product_seconds(eqn: Any, device: Device) -> float:
         return 0.0
     inputs, outputs = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
     flops = matmul.flops(inputs, outputs, eqn.params)
+    if eqn.primitive.name.startswith("ragged_dot"):  # all rows times each group
+        flops *= inputs[2].shape[-1]
     peak = device.peak_flops_per_second
     assert peak is not None
     widest = max(_jax.nbytes(a) // max(1, a.size) for a in inputs[:2])
