@@ -52,6 +52,11 @@ class Case:
         settings = f" {self.settings}" if self.settings else ""
         return f"{self.workload.split(':')[1]}{settings}"
 
+    @property
+    def group(self) -> str:
+        form = "unrolled" if "scan=False" in self.settings else "scanned"
+        return f"{Path(self.workload.split(':')[0]).stem}, {form}"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -234,7 +239,7 @@ def main() -> None:
         data = [dataclasses.asdict(row) | {"error": row.error} for row in rows]
         Path(given.json).write_text(json.dumps(data, indent=1))
     if given.plot:
-        points = [(r.case.label, r.compiled_bytes, r.predicted_bytes) for r in rows]
+        points = [(r.case.group, r.compiled_bytes, r.predicted_bytes) for r in rows]
         save_scatter(points, Path(given.plot))
 
 

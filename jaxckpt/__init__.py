@@ -9,8 +9,8 @@ from jaxckpt.errors import PolicyError as PolicyError
 from jaxckpt.errors import ScheduleError as ScheduleError
 from jaxckpt.errors import WorkloadError as WorkloadError
 from jaxckpt.graph.stages import Chain as Chain
+from jaxckpt.graph.stages import mark_stage as mark_stage
 from jaxckpt.graph.stages import stages as stages
-from jaxckpt.graph.stages_marks import mark_stage as mark_stage
 from jaxckpt.graph.trace import Graph as Graph
 from jaxckpt.graph.trace import trace as trace
 from jaxckpt.layers import run_layers as run_layers

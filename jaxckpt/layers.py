@@ -37,6 +37,7 @@ from jaxckpt.errors import ScheduleError, WorkloadError, did_you_mean
 from jaxckpt.layers_body import Flat, TracedBody, trace_body
 from jaxckpt.layers_explicit import run_explicit
 from jaxckpt.layers_plain import Plain
+from jaxckpt.remat import refuse_callbacks
 from jaxckpt.schedule import as_schedule
 from jaxckpt.schedule_tree import Keep, Node
 
@@ -78,7 +79,8 @@ def run_layers(
         that is a layer's own input comes back as it was, without a copy.
 
     Raises:
-        WorkloadError: The body or what it is given does not fit.
+        WorkloadError: The body or what it is given does not fit; or a layer that would
+            run again calls `io_callback`.
         ScheduleError: The schedule is none, or does not suit the depth.
         PolicyError: A policy in it has no effect on a layer.
 
@@ -93,6 +95,8 @@ def run_layers(
     nodes = as_schedule(schedule).nodes(_num_layers(stacked))
     traced = trace_body(body, carry, stacked, label)
     given = traced.consts, traced.carry, jax.tree.leaves(stacked)
+    if not all(isinstance(node, Keep) for node in nodes):
+        refuse_callbacks(traced.program.closed, label)
     chosen = _form(form, scan, nodes, traced, given[-1])
     if chosen == "explicit":
         after, outputs = run_explicit(traced.program, nodes, *given)

@@ -120,8 +120,8 @@ def test_the_json_is_plain_and_says_what_runs_again():
 def test_a_name_that_no_value_has_is_noted():
     policy = jax.checkpoint_policies.save_only_these_names("hiden", "middle")
     notes = explained(stack(jax.checkpoint(layer, policy=policy)), STACK, X).notes
-    (note,) = [n for n in notes if "`hiden`" in n]
-    assert "hidden" in note and "`middle`" not in note
+    (note,) = [n for n in notes if "has the name `hiden`" in n]
+    assert "Did you mean `hidden`" in note
 
 
 # Case 2: a name on what nothing reads.
@@ -381,6 +381,13 @@ def test_the_table_of_holders_joins_trees_and_what_is_small():
     assert rows[-1] == ["2", "small", "ones", "0.00", "0.2", "%"]
     assert len(rows) == 5
     assert rows[1][-1] == "normalization.py:123"  # the rest on the next line
+
+
+def test_a_small_row_that_is_alone_is_not_summed_up():
+    file = io.StringIO()
+    Console(file=file, width=80).print(holder_table(HOLDERS[:-1]))
+    assert "small ones" not in file.getvalue()
+    assert "gaps between buffers" in file.getvalue()
 
 
 @pytest.mark.parametrize(

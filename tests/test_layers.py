@@ -347,3 +347,15 @@ def test_policy_without_effect_is_refused_and_the_layer_named(schedule, message,
 
     with pytest.raises(PolicyError, match=message):
         jax.grad(loss)(W, X)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_that_runs_again_may_not_call_io_callback(form):
+    def layer(x, w):
+        jax.experimental.io_callback(lambda: None, None)
+        return x @ w, None
+
+    weights, x = jnp.ones((4, 2, 2)), jnp.ones((2, 2))
+    options = {"form": form, "scan": form != "unrolled"}
+    with pytest.raises(jaxckpt.WorkloadError, match="io_callback"):
+        run_layers(layer, x, weights, "every(2)", **options)

@@ -28,7 +28,7 @@ from helpers import LinenBlock, NNXBlock, function_block, weights
 import jaxckpt
 from jaxckpt import _jax
 from jaxckpt.graph.stages import stages
-from jaxckpt.graph.stages_runs import find_repeats
+from jaxckpt.graph.stages.runs import find_repeats
 from jaxckpt.stack_call import use
 from models import gpt, llama, moe, vit
 

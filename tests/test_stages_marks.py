@@ -19,7 +19,7 @@ from chains import (
 )
 
 from jaxckpt.errors import WorkloadError
-from jaxckpt.graph.stages_marks import mark_stage
+from jaxckpt.graph.stages.marks import mark_stage
 
 
 def marked_loss(params, x, name="block[{}]"):

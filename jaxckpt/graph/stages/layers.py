@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxckpt.graph.stages_match import first_prefix
-from jaxckpt.graph.stages_row import Row
-from jaxckpt.graph.stages_runs import Repeat, find_repeats
+from jaxckpt.graph.stages.match import first_prefix
+from jaxckpt.graph.stages.row import Row
+from jaxckpt.graph.stages.runs import Repeat, find_repeats
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxckpt.graph.stages_pieces import Part
+    from jaxckpt.graph.stages.pieces import Part
 
 _NUMBER = re.compile(r"[_.\[(]*\d+[\])]*$")
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from jaxckpt import _jax
 from jaxckpt.graph.inline import Remat, flattened
-from jaxckpt.graph.stages_keys import Keys
-from jaxckpt.graph.stages_names import stack_names, stage_names
-from jaxckpt.graph.stages_pieces import Part, cut_program
+from jaxckpt.graph.stages.keys import Keys
+from jaxckpt.graph.stages.names import stack_names, stage_names
+from jaxckpt.graph.stages.pieces import Part, cut_program
 from jaxckpt.graph.trace import Graph
 from jaxckpt.graph.values import Path
 
@@ -105,7 +105,7 @@ class Chain:
         return next((s for s in self.stacks if s.name == name), None)
 
     def __str__(self) -> str:
-        from jaxckpt.graph.stages_text import chain_text
+        from jaxckpt.graph.stages.text import chain_text
 
         return chain_text(self)
 

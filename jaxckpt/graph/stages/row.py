@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from jaxckpt import _jax
-from jaxckpt.graph.stages_keys import Keys
-from jaxckpt.graph.stages_program import Program, variables
+from jaxckpt.graph.stages.keys import Keys
+from jaxckpt.graph.stages.program import Program, variables
 
 _NEAR = 1.05
 

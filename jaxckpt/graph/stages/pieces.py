@@ -10,10 +10,10 @@ from typing import Any
 from jaxckpt import _jax
 from jaxckpt.graph.flops import matmul_flops
 from jaxckpt.graph.inline import flattened_inside
-from jaxckpt.graph.stages_cut import Piece, cut_layers
-from jaxckpt.graph.stages_marks import cut_at_marks
-from jaxckpt.graph.stages_program import Program, variables
-from jaxckpt.graph.stages_scan import carries_products
+from jaxckpt.graph.stages.cut import Piece, cut_layers
+from jaxckpt.graph.stages.marks import cut_at_marks
+from jaxckpt.graph.stages.program import Program, variables
+from jaxckpt.graph.stages.scan import carries_products
 from jaxckpt.graph.values import Path
 
 _MOST = 0.9

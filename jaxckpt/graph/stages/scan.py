@@ -8,7 +8,7 @@ from typing import Any
 from jaxckpt import _jax
 from jaxckpt.graph.flops import matmul_flops
 from jaxckpt.graph.gradient import is_inexact_type
-from jaxckpt.graph.stages_program import Program, variables
+from jaxckpt.graph.stages.program import Program, variables
 from jaxckpt.matmul import find_matmul
 
 # What a value inside a loop's body depends on.

@@ -12,12 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxckpt import _jax
 from jaxckpt.errors import WorkloadError
 from jaxckpt.graph.gradient import is_inexact
-from jaxckpt.graph.stages_cut import Piece, owned, with_sources
-from jaxckpt.graph.stages_keys import MARK
-from jaxckpt.graph.stages_names import without_number
-from jaxckpt.graph.stages_program import Program, variables
-from jaxckpt.graph.stages_row import Row
-from jaxckpt.graph.stages_scan import is_layer_scan
+from jaxckpt.graph.stages.cut import Piece, owned, with_sources
+from jaxckpt.graph.stages.keys import MARK
+from jaxckpt.graph.stages.names import without_number
+from jaxckpt.graph.stages.program import Program, variables
+from jaxckpt.graph.stages.row import Row
+from jaxckpt.graph.stages.scan import is_layer_scan
 
 
 def mark_stage(x: Any, name: Any) -> Any:

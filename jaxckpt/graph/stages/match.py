@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxckpt import _jax
-from jaxckpt.graph.stages_program import Program, variables
-from jaxckpt.graph.stages_row import Row
+from jaxckpt.graph.stages.program import Program, variables
+from jaxckpt.graph.stages.row import Row
 
 
 def first_prefix(

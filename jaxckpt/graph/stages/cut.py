@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxckpt import _jax
-from jaxckpt.graph.stages_layers import Run, find_runs
-from jaxckpt.graph.stages_match import core_image, follow
-from jaxckpt.graph.stages_program import Program, variables
-from jaxckpt.graph.stages_row import Row
-from jaxckpt.graph.stages_scan import is_layer_scan
+from jaxckpt.graph.stages.layers import Run, find_runs
+from jaxckpt.graph.stages.match import core_image, follow
+from jaxckpt.graph.stages.program import Program, variables
+from jaxckpt.graph.stages.row import Row
+from jaxckpt.graph.stages.scan import is_layer_scan
 
 _SEED_BYTES = 32
 
