@@ -140,7 +140,7 @@ def cases() -> Iterator[Case]:
     yield from of("llama.py:tiny", "batch=16 scan=False", "h200", "full")
     seq = "batch=16 seq=512 attention=xla"
     yield from of("llama.py:tiny", seq, "h200", "none", "full")
-    yield from of("vit.py:tiny", "batch=64", "l40s", "full")
+    yield from of("vit.py:tiny", "batch=64 pooling=mean", "l40s", "full")
     yield from of("moe.py:tiny", "batch=16", h100, "dots")
 
 

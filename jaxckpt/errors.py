@@ -34,7 +34,7 @@ class CompileError(JaxckptError, RuntimeError):
     """The compiler failed, crashed, hung or ran out of memory in its own process."""
 
 
-def did_you_mean(given: str, valid: Iterable[str]) -> str:
+def did_you_mean(given: object, valid: Iterable[str]) -> str:
     """Return the sentence part that helps after a wrong name: near matches, then all.
 
     Example:
@@ -44,6 +44,6 @@ def did_you_mean(given: str, valid: Iterable[str]) -> str:
         'Valid: full, none.'
     """
     names = sorted(valid)
-    close = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(given), names, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(f'`{c}`' for c in close)}? " if close else ""
     return f"{hint}Valid: {', '.join(names) if names else '(none)'}."

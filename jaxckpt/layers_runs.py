@@ -102,7 +102,7 @@ def straight(runs: Sequence[Run]) -> tuple[Run, ...]:
     it would store every residual. GiB of the step of `layers.py`'s table:
 
         schedule        as loops    straight
-        every(2)           25.80       21.97
+        every(2)           25.80       21.91
         every(4)           30.44       24.23
         every(8)           40.11       29.24
         nested(4, 2)       26.58       22.20

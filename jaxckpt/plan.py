@@ -50,6 +50,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_settings(self.form, self.existing)
+        _check_pairs(self.rules)
         names = [name for name, _ in self.rules]
         if not names or len(set(names)) < len(names):
             raise PlanError(
@@ -163,6 +164,18 @@ def check_settings(form: str | None, existing: str) -> None:
     if existing not in EXISTING:
         hint = did_you_mean(str(existing), EXISTING)
         raise PlanError(f"`existing={existing!r}` is not known. {hint}")
+
+
+def _check_pairs(rules: Any) -> None:
+    """Raise `PlanError` for rules that are no pairs of a name and a schedule."""
+    if not isinstance(rules, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in rules
+    ):
+        raise PlanError(
+            f"`rules={rules!r}` are no pairs of a stack's name and its schedule, such "
+            'as `(("layers", jaxckpt.every(4)),)`. `jaxckpt.plan_from` makes a plan of '
+            "other rules."
+        )
 
 
 def as_rule(given: Any) -> Schedule:

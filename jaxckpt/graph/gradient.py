@@ -245,9 +245,13 @@ def _positions(argnums: int | Sequence[int] | None, count: int) -> tuple[int, ..
     if argnums is None:
         return tuple(range(count))
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if wrong := [i for i in chosen if not -count <= i < count]:
+    if wrong := [i for i in chosen if not _is_position(i, count)]:
         raise ValueError(
-            f"`argnums={argnums}` has {wrong[0]}, but the function is given {count} "
-            f"arguments: 0 to {count - 1}."
+            f"`argnums={argnums!r}` has {wrong[0]!r}, but the function is given "
+            f"{count} arguments{f': 0 to {count - 1}' * (count > 0)}."
         )
     return tuple(i % count for i in chosen)
+
+
+def _is_position(given: Any, count: int) -> bool:
+    return isinstance(given, int) and -count <= given < count

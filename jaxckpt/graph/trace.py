@@ -78,6 +78,8 @@ class Graph:
         argnums: int | Sequence[int] | None = 0,
         has_aux: bool = False,
     ) -> None:
+        if not callable(fn):
+            raise TypeError(f"`fn={fn!r}` is no function.")
         self.fn = fn
         self.args = abstract_tree(tuple(args))
         self.argnums = argnums
@@ -94,6 +96,12 @@ class Graph:
     def jaxpr(self) -> Any:
         """The closed jaxpr of the function over its flat arguments."""
         return self._split.jaxpr()
+
+    @property
+    def outputs(self) -> PyTree:
+        """What the function returns, abstract, as a tree."""
+        avals = self.jaxpr.out_avals
+        return jax.tree.unflatten(self._output_tree, avals)
 
     @cached_property
     def values(self) -> tuple[Value, ...]:
@@ -207,6 +215,7 @@ def trace(
         has_aux: Whether only the first output is differentiated, as in `jax.grad`.
 
     Raises:
+        TypeError: `fn` is no function.
         WorkloadError: An argument holds something that is no array.
         ValueError: `argnums` names no argument.
 

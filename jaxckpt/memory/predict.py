@@ -13,6 +13,7 @@ from jaxckpt import _jax
 from jaxckpt.devices import Device, get_device, use
 from jaxckpt.errors import WorkloadError
 from jaxckpt.graph.trace import Graph, trace
+from jaxckpt.memory.checks import check_kinds, check_loss, check_trained, positions
 from jaxckpt.memory.chip import Chip
 from jaxckpt.memory.fuse import fuse
 from jaxckpt.memory.lower import lower
@@ -113,6 +114,7 @@ def predict(
         True
     """
     device = get_device(device)
+    check_kinds(graph, plan, optimizer)
     if graph.argnums not in (0, (0,), [0]):
         raise WorkloadError(
             f"`argnums={graph.argnums}`: a step trains the first argument of a loss. "
@@ -120,6 +122,7 @@ def predict(
         )
     fn = graph.fn if plan is None else plan.apply(graph.fn)
     params, *rest = graph.args
+    check_trained(params)
 
     def loss(params: PyTree, rest: Sequence[PyTree]) -> Any:
         return fn(params, *rest)
@@ -128,6 +131,7 @@ def predict(
         traced = (
             graph if plan is None else trace(fn, *graph.args, has_aux=graph.has_aux)
         )
+        check_loss(traced)
         if optimizer is None:
             step: Callable[..., Any] = jax.value_and_grad(loss, has_aux=graph.has_aux)
             state, donated = params, ()
@@ -186,7 +190,7 @@ def _flat_jaxpr(
     step: Callable[..., Any], args: Sequence[PyTree], donate_argnums: Any
 ) -> tuple[Any, list[bool]]:
     """Trace a step over flat arguments; and say which of them are donated."""
-    chosen = {donate_argnums} if isinstance(donate_argnums, int) else {*donate_argnums}
+    chosen = positions(donate_argnums, len(args))
     donated = [i in chosen for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     leaves, tree = jax.tree.flatten(tuple(args))
 

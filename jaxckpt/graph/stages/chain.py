@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxckpt import _jax
+from jaxckpt.errors import WorkloadError
 from jaxckpt.graph.inline import Remat, flattened
 from jaxckpt.graph.stages.keys import Keys
 from jaxckpt.graph.stages.names import stack_names, stage_names
@@ -122,6 +123,9 @@ def stages(graph_or_closed: Any, *, remat: Remat = True) -> Chain:
         remat: Whether `jax.checkpoint` and stacks of `jaxckpt` are taken away first, or
             a function that says so of each such equation.
 
+    Raises:
+        WorkloadError: It is no traced program.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> def loss(weights, x):
@@ -133,6 +137,11 @@ def stages(graph_or_closed: Any, *, remat: Remat = True) -> Chain:
         [('embedding', 1, 0), ('layers', 6, 48), ('head', 1, 48)]
     """
     is_graph = isinstance(graph_or_closed, Graph)
+    if not is_graph and not hasattr(graph_or_closed, "consts"):
+        raise WorkloadError(
+            f"`{graph_or_closed!r}` is no traced program. Give "
+            "`jaxckpt.trace(fn, *args)` or `jax.make_jaxpr(fn)(*args)`."
+        )
     closed = graph_or_closed.jaxpr if is_graph else graph_or_closed
     closed = _jax.without_dead_code(flattened(closed, remat=remat))
     jaxpr, parts = cut_program(_jax.open_jaxpr(closed))
