@@ -24,11 +24,13 @@ def structure_key(closed: Any) -> tuple[Any, ...]:
     return (str(_jax.open_jaxpr(closed)), *_rules(closed))
 
 
-def _rules(closed: Any) -> Iterator[str]:
+def _rules(closed: Any, inside: bool = False) -> Iterator[str]:
+    """Yield what tells derivative rules; `inside` a forward rule no other one runs."""
     for eqn in _jax.open_jaxpr(closed).eqns:
         yield from _jax.rule_sources(eqn)
-        rule = _jax.forward_rule(eqn)
+        rule = None if inside else _jax.forward_rule(eqn)
         if rule is not None:
-            yield from structure_key(rule[0])
+            yield str(rule[0])
+            yield from _rules(rule[0], inside=True)
         for inner in _jax.inner_jaxprs(eqn).values():
-            yield from _rules(inner)
+            yield from _rules(inner, inside)

@@ -121,6 +121,8 @@ class _Inserter:
 
     def _opened(self, eqn: Any, here: Path) -> Any:
         if eqn.primitive.name == "custom_vjp_call":
+            if FORWARD_RULE in here:
+                return eqn
             inside = (*here, FORWARD_RULE)
             return _jax.with_forward_rule(eqn, lambda j: self.jaxpr(j, inside))
         if not opens(eqn):

@@ -120,7 +120,9 @@ class _Walk:
 
     def equation(self, eqn: Any, number: int, around: _Around) -> None:
         if eqn.primitive.name == "custom_vjp_call":
-            if self._opened_rule(eqn, number, around):
+            # In a forward rule, which nothing differentiates, it is one operation.
+            in_rule = FORWARD_RULE in around.path
+            if not in_rule and self._opened_rule(eqn, number, around):
                 return
         elif opens(eqn):
             for key, inner in _jax.inner_jaxprs(eqn).items():

@@ -36,6 +36,7 @@ class Keys:
         self._constants = constants
         self._numbers: dict[Hashable, int] = {}
         self._of_jaxpr: dict[int, tuple[Any, int]] = {}
+        self._in_rule = False
 
     def operation(self, eqn: Any) -> int:
         """Return the number of an equation, whatever its operands are called."""
@@ -75,11 +76,24 @@ class Keys:
         ]
         if self._constants:
             params += [("rule", s) for s in _jax.rule_sources(eqn)]
-            rule = _jax.forward_rule(eqn)
-            params += [] if rule is None else [("forward", self.program(rule[0]))]
+            params += self._forward_rule(eqn)
         inputs = tuple(map(self._atom, eqn.invars))
         outputs = tuple(self._aval(v.aval) for v in eqn.outvars)
         return (eqn.primitive.name, tuple(params), inputs, outputs)
+
+    def _forward_rule(self, eqn: Any) -> list[tuple[str, Hashable]]:
+        """Return the key of a forward rule; one that stands in another never runs.
+
+        Most forward rules call the function itself, whose rule they would hold again.
+        """
+        rule = None if self._in_rule else _jax.forward_rule(eqn)
+        if rule is None:
+            return []
+        self._in_rule = True
+        try:
+            return [("forward", self.program(rule[0]))]
+        finally:
+            self._in_rule = False
 
     def _part(self, eqn: Any) -> Hashable:
         """Return the key of a slice: what it takes a part of, and how much, not where.
