@@ -27,7 +27,9 @@ def check_kinds(graph: Any, plan: Any, optimizer: Any) -> None:
             f"`plan={plan!r}` is no plan. Make one of it: "
             "`jaxckpt.plan_from(rule, loss_fn, params, batch)`."
         )
-    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+    if optimizer is not None and not isinstance(
+        optimizer, optax.GradientTransformation
+    ):
         raise WorkloadError(
             f"`optimizer={optimizer!r}` is no optax transformation. Give one such as "
             "`optax.adamw(3e-4)`, or None for the gradients alone."
