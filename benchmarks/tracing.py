@@ -30,7 +30,7 @@ STEPS: dict[str, Callable[[Graph], Any]] = {
 
 
 def time_steps(workload: str, settings: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of each step, one after another on one graph.
+    """Return the processor seconds of each step, one after another.
 
     Args:
         workload: `FILE:WORKLOAD`.
@@ -41,16 +41,16 @@ def time_steps(workload: str, settings: Sequence[str]) -> dict[str, float]:
     with use(None):
         graph = trace(loaded.loss_fn, loaded.params, loaded.batch)
         for name, step in STEPS.items():
-            start = time.perf_counter()
+            start = time.process_time()
             step(graph)
-            seconds[name] = time.perf_counter() - start
+            seconds[name] = time.process_time() - start
     return seconds
 
 
 def table(
     workload: str, depths: Sequence[int], settings: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the lines of a markdown table: seconds by depth, unrolled and scanned."""
+    """Yield the lines of a markdown table: processor seconds by depth."""
     yield "| layers | " + " | ".join(STEPS) + " |"
     yield "|---" + "|---:" * len(STEPS) + "|"
     for scan in (False, True):
@@ -69,7 +69,7 @@ def main() -> None:
     given = parser.parse_args()
     # The first trace of a process pays for what JAX loads.
     time_steps(given.workload, [*given.settings, "num_layers=1"])
-    print(f"{given.workload} {' '.join(given.settings)}: seconds\n")
+    print(f"{given.workload} {' '.join(given.settings)}: processor seconds\n")
     for line in table(given.workload, given.depths or DEPTHS, given.settings):
         print(line, flush=True)
 

@@ -50,7 +50,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_settings(self.form, self.existing)
-        _check_pairs(self.rules)
+        check_pairs(self.rules)
         names = [name for name, _ in self.rules]
         if not names or len(set(names)) < len(names):
             raise PlanError(
@@ -166,7 +166,7 @@ def check_settings(form: str | None, existing: str) -> None:
         raise PlanError(f"`existing={existing!r}` is not known. {hint}")
 
 
-def _check_pairs(rules: Any) -> None:
+def check_pairs(rules: Any) -> None:
     """Raise `PlanError` for rules that are no pairs of a name and a schedule."""
     if not isinstance(rules, (tuple, list)) or not all(
         isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in rules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -195,15 +196,44 @@ def _with_modules(
         graphdef, state, arrays = nnx.split((args, kwargs), nnx.Variable, ...)
 
         def body(state: Any, arrays: Any) -> Any:
+            before = arrays_of(state)  # the call writes into the state's own variables
             args, kwargs = nnx.merge(graphdef, state, arrays)
             out = fn(*args, **kwargs)
-            return out, nnx.state((args, kwargs), nnx.Variable)
+            after = nnx.state((args, kwargs), nnx.Variable)
+            return out, changed_state(before, after)
 
         out, updated = make(body, label)(state, arrays)
         nnx.update((args, kwargs), updated)
         return out
 
     return wrapped
+
+
+def arrays_of(state: Any) -> dict[Any, list[Any]]:
+    """Return the arrays of each variable of a state, by path."""
+    return {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
+
+
+def changed_state(before: Mapping[Any, list[Any]], after: Any) -> Any:
+    """Return the part of a state that holds other arrays than before.
+
+    What does not may belong to an outer trace, where it cannot be written: a Module
+    that a transformation closes over, or one put together again inside the function.
+
+    Args:
+        before: The state's arrays, by `arrays_of`.
+        after: The state.
+    """
+    changed = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if not _same(before.get(path, ()), jax.tree.leaves(variable))
+    ]
+    return nnx.from_flat_state(changed)
+
+
+def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    return len(before) == len(after) and all(map(operator.is_, before, after))
 
 
 def _has_state(tree: Any) -> bool:

@@ -64,7 +64,7 @@ def find_ruled(plan: Rules, chain: Chain, label: str) -> tuple[Stack, ...]:
     return found
 
 
-def check_names(names: Iterable[str], chain: Chain, label: str) -> None:
+def check_names(names: Iterable[Any], chain: Chain, label: str) -> None:
     """Raise `PlanError` for the name of a stack that is not there."""
     if not chain.stacks:
         there = ", ".join(stage.name for stage in chain.stages) or "(none)"

@@ -12,7 +12,7 @@ from flax.nnx import spmd
 
 from jaxckpt.errors import WorkloadError
 from jaxckpt.layers import run_layers
-from jaxckpt.remat_flax import is_stateful
+from jaxckpt.remat_flax import arrays_of, changed_state, is_stateful
 from jaxckpt.stack_call import How, LayerCall, check_depth_of
 
 
@@ -145,17 +145,6 @@ def _write_changed(target: Any, before: Any, after: Any) -> None:
     The rest stays untouched, so that a Module that only computes can be called where
     its variables may not be written: inside a transformation that closes over it.
     """
-    old = dict(nnx.to_flat_state(before))
-    changed = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(after)
-        if path not in old or not _same_arrays(old[path], variable)
-    ]
+    changed = changed_state(arrays_of(before), after)
     if changed:
-        nnx.update(target, nnx.from_flat_state(changed))
-
-
-def _same_arrays(one: Any, other: Any) -> bool:
-    before, after = jax.tree.leaves(one), jax.tree.leaves(other)
-    same = (x is y for x, y in zip(before, after, strict=False))
-    return len(before) == len(after) and all(same)
+        nnx.update(target, changed)

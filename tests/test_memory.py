@@ -284,6 +284,9 @@ def test_phases_are_the_loops_of_the_step_and_holders_say_who():
     assert all(phase.bytes <= found.peak_bytes for phase in found.phases)
     held = sum(size * count for _, size, count in found.holders)
     assert found.argument_bytes + held == found.peak_bytes
+    lines = str(predicted("save(hidden)")).splitlines()
+    assert lines[0].startswith("peak ") and lines[0].endswith(" MiB, predicted")
+    assert any("hidden" in line for line in lines)
     assert set(found.as_json()) >= {"peak_bytes", "host_bytes", "step_seconds"}
 
 

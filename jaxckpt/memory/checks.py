@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import optax
 
 from jaxckpt.errors import PlanError, WorkloadError
 from jaxckpt.graph.gradient import is_inexact
@@ -27,9 +26,8 @@ def check_kinds(graph: Any, plan: Any, optimizer: Any) -> None:
             f"`plan={plan!r}` is no plan. Make one of it: "
             "`jaxckpt.plan_from(rule, loss_fn, params, batch)`."
         )
-    if optimizer is not None and not isinstance(
-        optimizer, optax.GradientTransformation
-    ):
+    is_optimizer = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    if optimizer is not None and not is_optimizer:
         raise WorkloadError(
             f"`optimizer={optimizer!r}` is no optax transformation. Give one such as "
             "`optax.adamw(3e-4)`, or None for the gradients alone."
@@ -76,4 +74,4 @@ def positions(donate_argnums: Any, count: int) -> set[int]:
                 f"`donate_argnums={donate_argnums!r}` has {position!r}, but the step "
                 f"is given {count} arguments. Use whole numbers below that."
             )
-    return {position % count for position in chosen}
+    return {int(position) % count for position in chosen}

@@ -198,6 +198,10 @@ class _Lowering:
         stacks = [self._made("zeros", eqn, v, ()) for v in eqn.outvars[num_carry:]]
         after = [_buffer(v.aval, eqn) for v in eqn.outvars[:num_carry]]
         reads = [*carry, *stacks, *given[first:], *given[:num_consts]]
+        body, results = _scan_body(eqn, num_consts, num_carry, self.chip)
+        for stack, result in zip(stacks, results, strict=True):
+            if result is not None and result.label:
+                stack.label = result.label
         self.ops.append(
             Op(
                 "scan",
@@ -205,7 +209,7 @@ class _Lowering:
                 _distinct(reads),
                 after,
                 eqn,
-                inner=(_scan_body(eqn, num_consts, num_carry, self.chip),),
+                inner=(body,),
                 times=eqn.params["length"],
                 carried=tuple(zip(carry, after, strict=True)),
                 stacked=tuple(stacks),
@@ -239,10 +243,15 @@ class _Lowering:
         return made
 
 
-def _scan_body(eqn: Any, num_consts: int, num_carry: int, chip: Chip) -> Program:
+def _scan_body(
+    eqn: Any, num_consts: int, num_carry: int, chip: Chip
+) -> tuple[Program, list[Buffer | None]]:
     """Lower a scan's body: its slices are cut from stacks, its results go into stacks.
 
     A result is written into its stack as soon as it is there.
+
+    Returns:
+        The body, and what it puts into each stack.
     """
     jaxpr = _jax.open_jaxpr(eqn.params["jaxpr"])
     first = num_consts + num_carry
@@ -261,7 +270,8 @@ def _scan_body(eqn: Any, num_consts: int, num_carry: int, chip: Chip) -> Program
         lowering.ops.insert(place + 1, Op("store", Kind.STORE, [result], [], eqn))
     carry = inputs[num_consts:first]
     returned = tuple(zip(carry, outputs[:num_carry], strict=True))
-    return Program(lowering.ops, inputs, outputs[:num_carry], returned)
+    body = Program(lowering.ops, inputs, outputs[:num_carry], returned)
+    return body, outputs[num_carry:]
 
 
 def _kind(eqn: Any) -> Kind:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxckpt.memory.order import orders
@@ -98,38 +99,47 @@ def _walk(
     aliased: Collection[Buffer],
     inner: Mapping[Op, Moment],
 ) -> Walk:
-    last = {buffer: i for i, op in enumerate(order) for buffer in op.reads}
-    kept = program.kept
-    homes = {new: old for old, new in program.returned if new is not None}
-    held, worst, most_host = _Held(), _NOTHING, 0
+    worst = most_host = at = 0
     loops: list[Moment] = []
-
-    def is_last(buffer: Buffer, number: int) -> bool:
-        return last.get(buffer, -1) <= number
-
-    for number, op in enumerate(order):
-        for new in op.writes:
-            at_home = new in homes and is_last(homes[new], number)
-            held.put(new, 0 if at_home or new in aliased else new.bytes)
-        ending = [
-            b
-            for b in op.reads
-            if b in held.live and is_last(b, number) and b not in kept
-        ]
-        for old in written_over(op, ending):
-            held.put(old, 0)
+    for number, (op, held) in enumerate(_steps(program, order, aliased)):
         inside = inner.get(op, _NOTHING)
         total = held.device + inside.bytes
         most_host = max(most_host, held.host)
-        if total > worst.bytes or op.kind is Kind.LOOP:
-            moment = Moment(total, op, dict(held.live), inside if op.inner else None)
-            worst = moment if total > worst.bytes else worst
-            if op.kind is Kind.LOOP:
-                loops.append(moment)
+        if total > worst:
+            worst, at = total, number
+        if op.kind is Kind.LOOP:
+            loops.append(Moment(total, op, {}, inside))
+    # What is held at the peak is copied once, when it is known where that is.
+    steps = itertools.islice(_steps(program, order, aliased), at, at + 1)
+    for op, held in steps:
+        moment = Moment(worst, op, dict(held.live), inner.get(op))
+        return Walk(moment, most_host, tuple(loops))
+    return Walk(_NOTHING, 0, ())
+
+
+def _steps(
+    program: Program, order: Sequence[Op], aliased: Collection[Buffer]
+) -> Iterator[tuple[Op, _Held]]:
+    """Yield each kernel with what is held while it runs."""
+    last = {buffer: i for i, op in enumerate(order) for buffer in op.reads}
+    kept = program.kept
+    homes = {new: old for old, new in program.returned if new is not None}
+    held = _Held()
+
+    def ends(buffer: Buffer, number: int) -> bool:
+        return last.get(buffer, -1) <= number and buffer not in kept
+
+    for number, op in enumerate(order):
+        for new in op.writes:
+            at_home = new in homes and last.get(homes[new], -1) <= number
+            held.put(new, 0 if at_home or new in aliased else new.bytes)
+        ending = [b for b in op.reads if b in held.live and ends(b, number)]
+        for old in written_over(op, ending):
+            held.put(old, 0)
+        yield op, held
         for buffer in [*ending, *op.writes]:
-            if buffer in held.live and is_last(buffer, number) and buffer not in kept:
+            if buffer in held.live and ends(buffer, number):
                 held.drop(buffer)
-    return Walk(worst, most_host, tuple(loops))
 
 
 def written_over(op: Op, ending: Sequence[Buffer]) -> list[Buffer]:

@@ -24,6 +24,7 @@ from jaxckpt.plan import Plan
 from jaxckpt.training import abstract_state, train_step_fn
 
 PyTree = Any
+_MOST_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,23 @@ class Prediction:
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the figures and the largest holders, one a line."""
+        lines = [f"peak {self.peak_bytes / 2**20:,.2f} MiB, predicted"]
+        if self.host_bytes:
+            lines.append(f"host {self.host_bytes / 2**20:,.2f} MiB")
+        if self.recompute_flops is not None:
+            lines.append(f"run again: {self.recompute_flops / 1e12:.4g} TFLOP")
+        if self.step_seconds is not None:
+            lines.append(f"step: {self.step_seconds * 1e3:,.3g} ms, by a roofline")
+        lines.append("held at the peak, MiB:")
+        held = [("arguments", self.argument_bytes, 1), *self.holders]
+        largest = sorted(held, key=lambda row: -row[1] * row[2])[:_MOST_LINES]
+        for label, size, count in largest:
+            times = f"{count} x {label}" if count > 1 else label
+            lines.append(f"  {size * count / 2**20:12,.2f}  {times}")
+        return "\n".join(lines)
 
 
 def predict(

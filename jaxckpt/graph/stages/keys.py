@@ -16,7 +16,9 @@ import numpy as np
 from jaxckpt import _jax
 
 # A call's name and how it is compiled say nothing about what it computes.
-_NO_MEANING = frozenset(("ctx_mesh", "inline", "keep_unused", "donated_invars"))
+_NO_MEANING = frozenset(
+    ("ctx_mesh", "inline", "keep_unused", "donated_invars", "out_trees")
+)
 
 MARK = "jaxckpt stage: "
 """Prefix of the names that only say where a stage begins."""

@@ -23,7 +23,8 @@ from jaxckpt.graph.stages.scan import is_layer_scan
 def mark_stage(x: Any, name: Any) -> Any:
     """Begin a stage of a program, by name, where `stages` would cut elsewhere.
 
-    What follows belongs to the stage, up to the next mark. Neighbours whose names
+    What follows belongs to the stage, up to the next mark. A program with marks is cut
+    at its marks alone, so mark each layer. Neighbours whose names
     differ in nothing but a number at the end (`"block[0]"`, `"block[1]"`) are the
     layers of one stack. Inside a loop or a branch a mark has no effect.
 
