@@ -70,7 +70,9 @@ def check_names(names: Iterable[Any], chain: Chain, label: str) -> None:
         there = ", ".join(stage.name for stage in chain.stages) or "(none)"
         raise PlanError(
             f"No stack of layers was found in {label}: no loop over stacked parameters "
-            f"and no layers of equal structure. Its stages: {there}."
+            "whose layers multiply matrices, and no layers of equal structure. Its "
+            f"stages: {there}. Mark each layer by `jaxckpt.mark_stage` where you know "
+            "better; a program with marks is cut at those alone."
         )
     known = [stack.name for stack in chain.stacks]
     for name in names:

@@ -271,11 +271,32 @@ def test_plans_are_ordered_as_what_they_keep():
     assert hidden - full >= 7 * 8192 * 256 * 4  # a value of 8 MiB in each layer
 
 
+def test_larger_groups_can_raise_the_peak_and_prediction_says_so():
+    found = {n: predicted(f"every({n})").peak_bytes for n in (1, 2, 4, 8)}
+    assert min(found, key=found.__getitem__) == 2
+    assert found[8] > found[4] > found[2]
+
+
 def test_flops_are_those_of_the_graph_under_the_plan():
     none, full = predicted(None), predicted("full")
     assert none.forward_flops == full.forward_flops == 8 * 2 * 2 * 8192 * 256 * 256
     assert (none.recompute_flops, full.recompute_flops) == (0, none.forward_flops // 2)
     assert 0 < full.step_seconds < 1
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("rule", [None, "full", "every(2)"])
+def test_peaks_are_those_of_the_compiler(rule):
+    plan = rule and jaxckpt.plan_from(rule, stack_loss, WEIGHTS, BATCH)
+    fn = plan.apply(stack_loss) if plan else stack_loss
+    compiled = jaxckpt.measure(
+        fn, WEIGHTS, BATCH, optimizer=optax.adam(1e-3), device="h100-80gb"
+    )
+    found = predicted(rule)
+    assert found.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.1)
+    assert found.argument_bytes == compiled.footprint.argument_bytes
+    assert found.recompute_flops == compiled.recompute_flops
+    assert found.step_seconds == pytest.approx(compiled.step_seconds, rel=0.5)
 
 
 def test_phases_are_the_loops_of_the_step_and_holders_say_who():

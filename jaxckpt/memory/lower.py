@@ -195,13 +195,10 @@ class _Lowering:
         num_consts, num_carry = _jax.scan_counts(eqn)
         first = num_consts + num_carry
         carry = [self._own(b) for b in given[num_consts:first]]
-        stacks = [self._made("zeros", eqn, v, ()) for v in eqn.outvars[num_carry:]]
+        body, results = _scan_body(eqn, num_consts, num_carry, self.chip)
+        stacks = self._stacks(eqn, eqn.outvars[num_carry:], results)
         after = [_buffer(v.aval, eqn) for v in eqn.outvars[:num_carry]]
         reads = [*carry, *stacks, *given[first:], *given[:num_consts]]
-        body, results = _scan_body(eqn, num_consts, num_carry, self.chip)
-        for stack, result in zip(stacks, results, strict=True):
-            if result is not None and result.label:
-                stack.label = result.label
         self.ops.append(
             Op(
                 "scan",
@@ -212,10 +209,29 @@ class _Lowering:
                 inner=(body,),
                 times=eqn.params["length"],
                 carried=tuple(zip(carry, after, strict=True)),
-                stacked=tuple(stacks),
+                stacked=tuple(dict.fromkeys(stacks)),
             )
         )
         return [*after, *stacks]
+
+    def _stacks(
+        self, eqn: Any, variables: Sequence[Any], results: Sequence[Buffer | None]
+    ) -> list[Buffer]:
+        """Add the zeros that a loop's stacks begin with.
+
+        What a body stacks twice, once under a name say, is one stack to the compiler;
+        but not in another shape.
+        """
+        known: dict[Any, Buffer] = {}
+        stacks = []
+        for variable, result in zip(variables, results, strict=True):
+            key = (result or variable, variable.aval.shape)
+            if key not in known:
+                known[key] = self._made("zeros", eqn, variable, ())
+                if result is not None and result.label:
+                    known[key].label = result.label
+            stacks.append(known[key])
+        return stacks
 
     def _once(
         self, eqn: Any, given: Sequence[Buffer | None]
