@@ -39,7 +39,7 @@ def run_explicit(
     plain = Plain(program, scan=True)
     runs = find_runs(nodes, patterns=True)
 
-    # `graph` knows a stack by the name of this function (`gradient.STACK_FUNCTION`).
+    # `graph` knows a stack by the name of this function (`inline.STACK_FUNCTION`).
     @jax.custom_vjp
     def jaxckpt_layers(consts: Flat, carry: Flat, stacked: Flat) -> tuple[Flat, Flat]:
         return plain(nodes, consts, carry, stacked)

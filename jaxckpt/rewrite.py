@@ -16,7 +16,7 @@ import jax
 from jaxckpt import _jax
 from jaxckpt.errors import PlanError
 from jaxckpt.graph.flops import equations
-from jaxckpt.graph.gradient import is_stack
+from jaxckpt.graph.inline import is_stack
 from jaxckpt.graph.stages import Chain, stages
 from jaxckpt.remat_flax import with_nnx_state
 from jaxckpt.rewrite_call import Call, is_array, trace_call

@@ -20,7 +20,7 @@ from typing import Any
 from jaxckpt import _jax
 from jaxckpt.errors import PlanError
 from jaxckpt.graph.flops import equations
-from jaxckpt.graph.gradient import is_stack
+from jaxckpt.graph.inline import is_stack
 from jaxckpt.graph.stages import Chain, Stack, stages
 
 

@@ -12,7 +12,7 @@ from foreign import PROGRAMS
 import jaxckpt
 from jaxckpt import Keep, Remat, Segment, _jax
 from jaxckpt.graph.flops import equations
-from jaxckpt.graph.gradient import without_remat
+from jaxckpt.graph.inline import without_remat
 from jaxckpt.matmul import find_matmul
 from jaxckpt.plan import Plan, as_rule, plan_from
 from jaxckpt.policy_algebra import Nothing

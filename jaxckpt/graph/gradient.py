@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxckpt import _jax
 from jaxckpt.errors import WorkloadError
 
 PyTree = Any
-
-STACK_FUNCTION = "jaxckpt_layers"
 
 
 @dataclass(frozen=True)
@@ -119,81 +116,6 @@ class Differentiable:
     def _differentiated(self, outputs: Sequence[Any]) -> list[Any]:
         wanted = outputs[:1] if self.has_aux else outputs
         return [o for o in wanted if is_inexact(o)]
-
-
-def without_remat(closed: Any) -> Callable[..., list[Any]]:
-    """Return the program as a function with each `jax.checkpoint` in it taken away."""
-    jaxpr = _inlined(_jax.open_jaxpr(closed))
-    return _jax.jaxpr_function(_jax.with_jaxpr(closed, jaxpr))
-
-
-def _inlined(jaxpr: Any) -> Any:
-    """Put the equations of rematerialised calls in the place of the calls."""
-    equations: list[Any] = []
-    renamed: dict[Any, Any] = {}
-
-    def current(atom: Any) -> Any:
-        known = not isinstance(atom, _jax.Literal) and atom in renamed
-        return renamed[atom] if known else atom
-
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[current(v) for v in eqn.invars])
-        called = _rematerialised(eqn)
-        if called is None:
-            inner = {
-                key: _jax.with_jaxpr(value, _inlined(_jax.open_jaxpr(value)))
-                for key, value in _jax.inner_jaxprs(eqn).items()
-                if has_remat(value)
-            }
-            equations.append(_jax.replace_inner(eqn, inner))
-            continue
-        body = _fresh(_inlined(_jax.open_jaxpr(called)), eqn.invars)
-        equations += body[0]
-        renamed.update(zip(eqn.outvars, body[1], strict=True))
-    return jaxpr.replace(eqns=equations, outvars=[current(v) for v in jaxpr.outvars])
-
-
-def _rematerialised(eqn: Any) -> Any | None:
-    """Return what a `jax.checkpoint` runs, or a stack with rules of its own."""
-    parameters = _jax.remat_parameters(eqn)
-    if parameters is not None:
-        return parameters["jaxpr"]
-    return eqn.params["call_jaxpr"] if is_stack(eqn) else None
-
-
-def is_stack(eqn: Any) -> bool:
-    """Return whether an equation is a stack of layers in the explicit form.
-
-    Its primal function is the same stack as scans and checkpoints.
-    """
-    return _jax.called_function(eqn) == STACK_FUNCTION
-
-
-def _fresh(jaxpr: Any, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return a body's equations over new variables, and what stands for its outputs."""
-    names = dict(zip(jaxpr.invars, arguments, strict=True))
-
-    def get(atom: Any) -> Any:
-        return atom if isinstance(atom, _jax.Literal) else names.get(atom, atom)
-
-    equations = []
-    for eqn in jaxpr.eqns:
-        inputs = [get(v) for v in eqn.invars]
-        for variable in eqn.outvars:
-            if not _jax.is_drop(variable):
-                names[variable] = _jax.new_variable(variable)
-        outputs = [get(v) for v in eqn.outvars]
-        equations.append(eqn.replace(invars=inputs, outvars=outputs))
-    return equations, [get(v) for v in jaxpr.outvars]
-
-
-def has_remat(closed: Any) -> bool:
-    """Return whether a `jax.checkpoint` or a stack stands anywhere in a program."""
-    return any(
-        _rematerialised(eqn) is not None
-        or any(map(has_remat, _jax.inner_jaxprs(eqn).values()))
-        for eqn in _jax.open_jaxpr(closed).eqns
-    )
 
 
 def abstract(leaf: Any) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxckpt import _jax
-from jaxckpt.graph.gradient import is_stack
+
+STACK_FUNCTION = "jaxckpt_layers"
 
 Remat = bool | Callable[[Any], bool]
 """Which rematerialised calls and stacks are taken away: all, none, or by equation."""
@@ -42,6 +43,12 @@ def flattened(closed: Any, *, remat: Remat = True) -> Any:
 def flattened_inside(inner: Any) -> Any:
     """Return the open jaxpr of a loop's body or a call with its plain calls opened."""
     return _Inliner(remat=False).jaxpr(_jax.open_jaxpr(inner), calls=True)
+
+
+def without_remat(closed: Any) -> Callable[..., list[Any]]:
+    """Return the program as a function with each `jax.checkpoint` in it taken away."""
+    jaxpr = _Inliner(remat=True).jaxpr(_jax.open_jaxpr(closed), calls=False)
+    return _jax.jaxpr_function(_jax.with_jaxpr(closed, jaxpr))
 
 
 class _Inliner:
@@ -151,6 +158,23 @@ def _rematerialised(eqn: Any) -> Any | None:
     if parameters is not None:
         return parameters["jaxpr"]
     return eqn.params["call_jaxpr"] if is_stack(eqn) else None
+
+
+def is_stack(eqn: Any) -> bool:
+    """Return whether an equation is a stack of layers in the explicit form.
+
+    Its primal function is the same stack as scans and checkpoints.
+    """
+    return _jax.called_function(eqn) == STACK_FUNCTION
+
+
+def has_remat(closed: Any) -> bool:
+    """Return whether a `jax.checkpoint` or a stack stands anywhere in a program."""
+    return any(
+        _rematerialised(eqn) is not None
+        or any(map(has_remat, _jax.inner_jaxprs(eqn).values()))
+        for eqn in _jax.open_jaxpr(closed).eqns
+    )
 
 
 def renamed_body(

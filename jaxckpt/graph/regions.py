@@ -11,7 +11,8 @@ import jax
 
 from jaxckpt import _jax
 from jaxckpt.graph.flops import equations, matmul_flops
-from jaxckpt.graph.gradient import Differentiable, is_stack, struct_of
+from jaxckpt.graph.gradient import Differentiable, struct_of
+from jaxckpt.graph.inline import is_stack
 from jaxckpt.graph.reads import find_reads, find_recomputed
 from jaxckpt.graph.residuals import Residual, find_residuals
 from jaxckpt.graph.structure import structure_key

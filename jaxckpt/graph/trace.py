@@ -20,12 +20,8 @@ from jaxckpt.graph.flops import (
     matmul_flops,
     operations,
 )
-from jaxckpt.graph.gradient import (
-    Differentiable,
-    abstract_tree,
-    has_remat,
-    without_remat,
-)
+from jaxckpt.graph.gradient import Differentiable, abstract_tree
+from jaxckpt.graph.inline import has_remat, without_remat
 from jaxckpt.graph.regions import Region, find_regions, layer_loops
 from jaxckpt.graph.residuals import Residual, find_residuals
 from jaxckpt.graph.values import Value, find_values
