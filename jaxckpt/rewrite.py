@@ -16,13 +16,13 @@ import jax
 from jaxckpt import _jax
 from jaxckpt.errors import PlanError
 from jaxckpt.graph.flops import equations
-from jaxckpt.graph.inline import is_stack
+from jaxckpt.graph.inline import has_remat, is_stack
 from jaxckpt.graph.stages import Chain, stages
 from jaxckpt.remat_flax import with_nnx_state
 from jaxckpt.rewrite_call import Call, is_array, trace_call
 from jaxckpt.rewrite_find import Rules, as_ruled, find_ruled
 from jaxckpt.rewrite_program import Rewriter
-from jaxckpt.rewrite_remat import has_remat, without_own_remat
+from jaxckpt.rewrite_remat import without_own_remat
 from jaxckpt.stack_call import use
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -20,13 +20,8 @@ from typing import Any
 from jaxckpt import _jax
 from jaxckpt.errors import PlanError
 from jaxckpt.graph.flops import equations
-from jaxckpt.graph.inline import is_stack
+from jaxckpt.graph.inline import is_remat
 from jaxckpt.graph.stages import Chain, Stack, stages
-
-
-def has_remat(closed: Any) -> bool:
-    """Return whether a program rematerialises anything."""
-    return any(_is_remat(eqn) for eqn, _ in equations(closed))
 
 
 def without_own_remat(
@@ -72,10 +67,10 @@ class _Marker:
         return _jax.with_jaxpr(closed, jaxpr.replace(eqns=eqns))
 
     def _equation(self, eqn: Any, regions: tuple[int, ...]) -> Any:
-        if _is_remat(eqn):
+        if is_remat(eqn):
             regions = (*regions, next(self._numbers))
         if "_prim" in eqn.params:
-            self.unmarked.update(regions[-1:] if _is_remat(eqn) else ())
+            self.unmarked.update(regions[-1:] if is_remat(eqn) else ())
         else:
             inner = _jax.inner_jaxprs(eqn)
             changed = {key: self.program(j, regions) for key, j in inner.items()}
@@ -111,7 +106,3 @@ def _regions(eqn: Any) -> tuple[int, ...]:
 def _own(eqn: Any) -> tuple[int, ...]:
     """Return the number of a rematerialised call, where it has one."""
     return _regions(eqn)[-1:]
-
-
-def _is_remat(eqn: Any) -> bool:
-    return _jax.remat_parameters(eqn) is not None or is_stack(eqn)

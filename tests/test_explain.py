@@ -361,7 +361,7 @@ def test_the_stages_are_shown_when_asked_for():
 HOLDERS = (
     Holder(600, "argument", "state.params['a_quite_long_name']['kernel']", 1, ""),
     Holder(300, "kept", "Model/layers/Block_0/normalization/convert_element_type", 24,
-           "/home/me/a_package/normalization.py:1234 (Layer.__call__)"),
+           "project/a_package/normalization.py:1234 (Layer.__call__)"),
     Holder(100, "argument", "state.opt_state[0].mu['a']", 1, ""),
     Holder(50, "argument", "state.opt_state[0].nu['a']", 1, ""),
     Holder(40, "recomputed", "x" * 60, 1, "f.py:1 (f)"),

@@ -168,11 +168,15 @@ def is_stack(eqn: Any) -> bool:
     return _jax.called_function(eqn) == STACK_FUNCTION
 
 
+def is_remat(eqn: Any) -> bool:
+    """Return whether an equation is a `jax.checkpoint` or a stack."""
+    return _rematerialised(eqn) is not None
+
+
 def has_remat(closed: Any) -> bool:
     """Return whether a `jax.checkpoint` or a stack stands anywhere in a program."""
     return any(
-        _rematerialised(eqn) is not None
-        or any(map(has_remat, _jax.inner_jaxprs(eqn).values()))
+        is_remat(eqn) or any(map(has_remat, _jax.inner_jaxprs(eqn).values()))
         for eqn in _jax.open_jaxpr(closed).eqns
     )
 

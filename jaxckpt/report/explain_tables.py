@@ -176,7 +176,7 @@ def _line(source: str) -> str:
     """Return file and line, without folders and function.
 
     Example:
-        >>> _line("/home/me/models/gpt.py:101 (Block._mlp)")
+        >>> _line("project/models/gpt.py:101 (Block._mlp)")
         'gpt.py:101'
     """
     return escape(source.partition(" (")[0].replace("\\", "/").rpartition("/")[2])
