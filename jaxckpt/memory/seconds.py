@@ -8,8 +8,7 @@ from jaxckpt import _jax
 from jaxckpt.devices import Device
 from jaxckpt.matmul import find_matmul
 from jaxckpt.memory.program import Kind, Op, Program
-
-_HALF = ("bfloat16", "float16")
+from jaxckpt.xla.products import rate_of_factors
 
 
 def roofline_seconds(program: Program, device: Device) -> float | None:
@@ -57,8 +56,5 @@ def _product_seconds(eqn: Any, device: Device) -> float:
     flops = matmul.flops(inputs, outputs, eqn.params)
     if eqn.primitive.name.startswith("ragged_dot"):  # all rows times each group
         flops *= inputs[2].shape[-1]
-    peak = device.peak_flops_per_second
-    assert peak is not None
-    widest = max(_jax.nbytes(a) // max(1, a.size) for a in inputs[:2])
-    rate = peak if widest <= 2 else peak / 2 if widest <= 4 else peak / 30
-    return flops / rate
+    widest = max(8 * _jax.nbytes(a) // max(1, a.size) for a in inputs[:2])
+    return flops / rate_of_factors(widest, device)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from jaxckpt.devices import Device
 from jaxckpt.xla.hlo import Computation, Instruction, Module, Shape, bits
 
-_HALF = ("bf16", "f16")
 _FULL_PRECISION = re.compile(r"highest|dot_f32_f32_f32")
 _INTERMEDIATE = re.compile(
     r'"intermediate_tensor_shape"\s*:\s*\{.*?"dimensions"\s*:\s*\[([^\]]*)\]'
@@ -129,7 +128,15 @@ def _attention(computation: Computation, instruction: Instruction) -> Product | 
 
 
 def product_rate(product: Product, device: Device) -> float:
-    """Return the datasheet FLOP/s at which `device` does `product`.
+    """Return the datasheet FLOP/s at which `device` does `product`."""
+    width = bits(product.dtype)
+    return rate_of_factors(width, device, full_precision=product.full_precision)
+
+
+def rate_of_factors(
+    width: int, device: Device, *, full_precision: bool = False
+) -> float:
+    """Return the datasheet FLOP/s of products of factors of so many bits.
 
     16-bit factors run at the dense bf16 rate and 8-bit factors at twice that. float32
     factors run at half of it (TF32 on the tensor cores, XLA's choice at JAX's default
@@ -139,10 +146,10 @@ def product_rate(product: Product, device: Device) -> float:
     peak = device.peak_flops_per_second
     assert peak is not None
     vector = device.float32_flops_per_second or peak / 16
-    if product.dtype in _HALF:
+    if width == 16:
         return peak
-    if 0 < bits(product.dtype) <= 8:
+    if 0 < width <= 8:
         return 2 * peak
-    if bits(product.dtype) >= 64:
+    if width >= 64:
         return vector / 2
-    return vector if product.full_precision else peak / 2
+    return vector if full_precision else peak / 2
