@@ -1,10 +1,12 @@
 """Catalogues of the suite: policies, one small layer in three libraries, and counts."""
 
 import contextlib
+import inspect
 import os
 import pathlib
 import subprocess
 import sys
+import typing
 from collections import Counter
 from dataclasses import dataclass
 
@@ -445,3 +447,25 @@ def _same(x, y):
     alike = x.dtype == y.dtype and x.shape == y.shape
     x, y = (np.asarray(v, np.float32) for v in (x, y))
     return alike and np.allclose(x, y, rtol=tolerance, atol=tolerance / 10)
+
+
+def large_params(init_params, config):
+    """Return parameters with which every part of a model's layer adds much."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    draw = np.random.default_rng(0).normal
+    return jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), x.dtype), shapes)
+
+
+def value_names(jaxpr):
+    """Return the names that a program gives to values, in order."""
+    names = [_jax.bound_name(eqn) for eqn, _ in equations(jaxpr)]
+    return tuple(name for name in names if name)
+
+
+def check_workload_function(size, keywords):
+    """Raise unless a workload function takes these keywords, typed, and its name."""
+    parameters = inspect.signature(size).parameters
+    assert keywords.split() == list(parameters)
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+    assert set(typing.get_type_hints(size)) == {*parameters, "return"}
+    assert size().name == size.__name__

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import inspect
 import math
-import typing
 
 import chex
 import jax
@@ -12,12 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers import count, no_optimizations, residual_names
+from helpers import (
+    check_workload_function,
+    count,
+    large_params,
+    no_optimizations,
+    residual_names,
+    value_names,
+)
 
 import jaxckpt
-from jaxckpt._jax import bound_name, remat3_enabled
+from jaxckpt._jax import remat3_enabled
 from jaxckpt.errors import JaxckptError, PolicyError, WorkloadError
-from jaxckpt.graph.flops import equations
 from jaxckpt.schedule import remat_every
 from jaxckpt.training import train
 from models import llama
@@ -65,14 +69,6 @@ def _batch(workload):
 @functools.cache
 def _params():
     return _jit(llama.tiny(**SMALL).init)(jax.random.key(0))
-
-
-@functools.cache
-def _large_params(config):
-    """Parameters with which every part of a layer adds much."""
-    shapes = jax.eval_shape(lambda: llama.init_params(config, jax.random.key(0)))
-    draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), x.dtype), shapes)
 
 
 @functools.cache
@@ -204,7 +200,7 @@ def test_norm_equals_linens_and_its_gradients():
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_hidden_states_equal_a_plain_forward(kv_heads):
     config = dataclasses.replace(MINUTE, kv_heads=kv_heads)
-    params = _large_params(config)
+    params = large_params(llama.init_params, config)
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 32)
     got = _apply(config)({"params": params}, tokens)
     wanted = _plain_forward(config, params, np.asarray(tokens))
@@ -214,7 +210,7 @@ def test_hidden_states_equal_a_plain_forward(kv_heads):
 def test_hidden_states_read_no_later_token():
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 31)
     before, after = (
-        _apply(MINUTE)({"params": _large_params(MINUTE)}, x)
+        _apply(MINUTE)({"params": large_params(llama.init_params, MINUTE)}, x)
         for x in (tokens, tokens.at[:, 7].add(1))
     )
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
@@ -229,7 +225,7 @@ def test_sizes_have_the_published_numbers_of_parameters():
 @pytest.mark.parametrize("tied", [True, False])
 def test_untied_tables_are_two_and_the_loss_reads_the_second(tied):
     config = dataclasses.replace(MINUTE, tied=tied)
-    params = _large_params(config)
+    params = large_params(llama.init_params, config)
     tables = {"token_embedding"} if tied else {"token_embedding", "output_embedding"}
     assert set(params) == {"layers", "final_norm", *tables}
 
@@ -261,8 +257,7 @@ def test_layer_names_its_standard_values_in_order(scan):
     workload = llama.tiny(**SMALL | {"num_layers": 1}, scan=scan)
     gradient = jax.make_jaxpr(jax.grad(workload.loss_fn))
     jaxpr = gradient(workload.params, workload.batch)
-    names = [bound_name(eqn) for eqn, _ in equations(jaxpr)]
-    assert tuple(name for name in names if name) == NAMES
+    assert value_names(jaxpr) == NAMES
 
 
 @pytest.mark.skipif(
@@ -371,15 +366,11 @@ def test_tiny_learns_more_than_byte_frequencies():
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda f: f.__name__)
 def test_workload_functions_are_typed_keyword_only(size):
-    parameters = inspect.signature(size).parameters
-    shared = (
+    check_workload_function(
+        size,
         "batch seq num_layers dtype attention loss_chunks dropout policy schedule "
-        "scan data_path seed learning_rate warmup_steps decay_steps"
+        "scan data_path seed learning_rate warmup_steps decay_steps",
     )
-    assert shared.split() == list(parameters)
-    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    assert set(typing.get_type_hints(size)) == {*parameters, "return"}
-    assert size().name == size.__name__
 
 
 @pytest.mark.parametrize(

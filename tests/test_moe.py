@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import inspect
 import math
-import typing
 from collections import Counter
 
 import chex
@@ -13,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers import count, interpret, jax_option, no_optimizations, residual_names
+from helpers import (
+    check_workload_function,
+    count,
+    interpret,
+    jax_option,
+    large_params,
+    no_optimizations,
+    residual_names,
+    value_names,
+)
 
 import jaxckpt
 from jaxckpt._jax import bound_name, remat3_enabled
@@ -70,13 +77,6 @@ def _params():
     return interpret(moe.tiny(**SMALL).init, jax.random.key(0))
 
 
-def _large_params(config):
-    """Parameters with which every part of a layer adds much."""
-    shapes = jax.eval_shape(lambda: moe.init_params(config, jax.random.key(0)))
-    draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), x.dtype), shapes)
-
-
 @functools.cache
 def _loss_and_gradients(rng=False, **settings):
     workload = moe.tiny(**SMALL | settings)
@@ -102,7 +102,7 @@ def _gradient_jaxpr(**settings):
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_experts_equal_those_of_each_token_by_itself(product, chosen):
     config = dataclasses.replace(MINUTE, chosen=chosen, expert_matmul=product)
-    layers = _large_params(config)["layers"]
+    layers = large_params(moe.init_params, config)["layers"]
     params = jax.tree.map(lambda leaf: leaf[0], layers)
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
 
@@ -134,7 +134,7 @@ def test_experts_equal_those_of_each_token_by_itself(product, chosen):
 def test_one_expert_is_a_llama(product):
     one = {"experts": 1, "chosen": 1, "balance_weight": 0.0}
     config = dataclasses.replace(MINUTE, expert_matmul=product, **one)
-    params = _large_params(config)
+    params = large_params(moe.init_params, config)
     layers = {name: leaf for name, leaf in params["layers"].items() if name != "router"}
     for name in ("mlpwi_0", "mlpwi_1", "mlpwo"):
         layers[name] = {"kernel": layers.pop(f"moe_{name}")[:, 0]}
@@ -155,7 +155,7 @@ def test_ragged_and_dense_products_have_equal_gradients():
 
 def test_loss_is_cross_entropy_and_the_weighted_balance():
     config = dataclasses.replace(MINUTE, balance_weight=0.5)
-    params, batch = _large_params(config), _batch(vocab=32)
+    params, batch = large_params(moe.init_params, config), _batch(vocab=32)
     fn = jax.value_and_grad(moe.make_loss(config), has_aux=True)
     (loss, aux), gradient = interpret(fn, params, batch)
     np.testing.assert_allclose(loss, aux["cross_entropy"] + 0.5 * aux["balance"])
@@ -210,8 +210,7 @@ def test_loss_starts_near_that_of_equal_guesses():
 @pytest.mark.parametrize("scan", [True, False])
 def test_layer_names_its_values_in_order(scan, product):
     jaxpr = _gradient_jaxpr(num_layers=1, scan=scan, expert_matmul=product)
-    names = [bound_name(eqn) for eqn, _ in equations(jaxpr)]
-    assert tuple(name for name in names if name) == NAMES
+    assert value_names(jaxpr) == NAMES
 
 
 @functools.cache
@@ -394,15 +393,11 @@ def test_tiny_learns_more_than_byte_frequencies():
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda f: f.__name__)
 def test_workload_functions_are_typed_keyword_only(size):
-    parameters = inspect.signature(size).parameters
-    shared = (
+    check_workload_function(
+        size,
         "batch seq num_layers dtype attention loss_chunks dropout policy schedule "
-        "scan data_path seed learning_rate warmup_steps decay_steps expert_matmul"
+        "scan data_path seed learning_rate warmup_steps decay_steps expert_matmul",
     )
-    assert shared.split() == list(parameters)
-    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    assert set(typing.get_type_hints(size)) == {*parameters, "return"}
-    assert size().name == size.__name__
 
 
 def test_sizes_keep_their_defaults_beside_the_choice_of_products():

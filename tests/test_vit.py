@@ -2,22 +2,27 @@
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
-import typing
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import count, interpret, no_optimizations, residual_names
+from helpers import (
+    check_workload_function,
+    count,
+    interpret,
+    large_params,
+    no_optimizations,
+    residual_names,
+    value_names,
+)
 
 import jaxckpt
-from jaxckpt._jax import bound_name, remat3_enabled
+from jaxckpt._jax import remat3_enabled
 from jaxckpt.errors import JaxckptError, PolicyError, WorkloadError
-from jaxckpt.graph.flops import equations
 from jaxckpt.training import train
 from models import vit
 from models.images import grating_batches
@@ -65,14 +70,6 @@ def _batch():
 @functools.cache
 def _params():
     return interpret(vit.tiny(**SMALL).init, jax.random.key(0))
-
-
-@functools.cache
-def _large_params(config):
-    """Parameters with which every part of a layer adds much."""
-    shapes = jax.eval_shape(lambda: vit.init_params(config, jax.random.key(0)))
-    draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), x.dtype), shapes)
 
 
 @functools.cache
@@ -136,14 +133,14 @@ def _plain_forward(config, params, images):
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_logits_equal_a_plain_forward(pooling, attention):
     config = dataclasses.replace(MINUTE, pooling=pooling, attention=attention)
-    params, images = _large_params(config), _batch()["images"]
+    params, images = large_params(vit.init_params, config), _batch()["images"]
     got = interpret(vit.ViT(config).apply, {"params": params}, images)
     wanted = _plain_forward(config, params, np.asarray(images))
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_loss_is_the_mean_cross_entropy():
-    params, batch = _large_params(MINUTE), _batch()
+    params, batch = large_params(vit.init_params, MINUTE), _batch()
     logits = _plain_forward(MINUTE, params, np.asarray(batch["images"]))
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     wanted = -np.mean(np.log(probabilities[[0, 1], [1, 3]]))
@@ -176,8 +173,7 @@ def test_layer_names_its_standard_values_in_order(scan):
     workload = vit.tiny(**SMALL | {"num_layers": 1}, scan=scan)
     gradient = jax.make_jaxpr(jax.grad(workload.loss_fn))
     jaxpr = gradient(workload.params, workload.batch)
-    names = [bound_name(eqn) for eqn, _ in equations(jaxpr)]
-    assert tuple(name for name in names if name) == NAMES
+    assert value_names(jaxpr) == NAMES
 
 
 @pytest.mark.skipif(
@@ -277,15 +273,11 @@ def test_images_depend_on_split_seed_and_number_alone():
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda f: f.__name__)
 def test_workload_functions_are_typed_keyword_only(size):
-    parameters = inspect.signature(size).parameters
-    shared = (
+    check_workload_function(
+        size,
         "batch image_size num_layers dtype attention pooling dropout policy schedule "
-        "scan seed learning_rate warmup_steps decay_steps"
+        "scan seed learning_rate warmup_steps decay_steps",
     )
-    assert shared.split() == list(parameters)
-    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    assert set(typing.get_type_hints(size)) == {*parameters, "return"}
-    assert size().name == size.__name__
 
 
 @pytest.mark.parametrize(
