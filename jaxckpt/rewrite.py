@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -65,7 +65,7 @@ def apply(plan: Rules, fn: Function) -> Function:
 
         return call
 
-    return with_nnx_state(fn, of_arrays, ())  # type: ignore[return-value]
+    return cast(Function, with_nnx_state(fn, of_arrays, ()))
 
 
 def find_chain(fn: Callable[..., Any], args: Sequence[Any], *, existing: str) -> Chain:

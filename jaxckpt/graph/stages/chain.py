@@ -8,7 +8,7 @@ ones are known by a key of their structure, so that they are solved once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -62,6 +62,9 @@ class Stage:
     flops: int
     carry_bytes: int
     times: int = 1
+
+
+_OF_PART = tuple(f.name for f in fields(Stage) if f.name not in ("name", "kind"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,23 +159,8 @@ def _records(parts: Sequence[Part]) -> tuple[list[Stage], list[Stack]]:
     found = []
     for part, name in zip(parts, stage_names(parts, of_stack), strict=True):
         kind = kinds.setdefault(keys.program(part.body), len(kinds))
-        found.append(
-            Stage(
-                name,
-                kind,
-                part.layers,
-                part.scanned,
-                part.place,
-                part.start,
-                part.stop,
-                part.body,
-                part.inputs,
-                part.outputs,
-                part.flops,
-                part.carry_bytes,
-                part.times,
-            )
-        )
+        given = {field: getattr(part, field) for field in _OF_PART}
+        found.append(Stage(name=name, kind=kind, **given))
     stacks = []
     pairs = zip(found, parts, strict=True)
     for number, group in groupby(pairs, key=lambda pair: pair[1].stack):
