@@ -27,7 +27,7 @@ from jaxckpt.errors import CompileError, JaxckptError
 from jaxckpt.loading import load_workload
 from jaxckpt.memory import Prediction, predict_step
 from jaxckpt.report.compare import Rule
-from jaxckpt.report.plots import save_scatter
+from jaxckpt.report.plots import check_plot, save_scatter
 from jaxckpt.xla.measure import measure_workload, whole_step
 
 QKV = "query_proj, key_proj, value_proj"
@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--plot", metavar="OUT.png")
     parser.add_argument("--json", metavar="OUT.json")
     given = parser.parse_args()
+    if given.plot:
+        check_plot(Path(given.plot))  # before an hour of compiling, not after
     console, rows = Console(stderr=True), []
     chosen = [c for c in cases() if given.only in f"{c.workload} {c.settings}"]
     if not chosen:
