@@ -281,7 +281,21 @@ def test_flops_are_those_of_the_graph_under_the_plan():
     none, full = predicted(None), predicted("full")
     assert none.forward_flops == full.forward_flops == 8 * 2 * 2 * 8192 * 256 * 256
     assert (none.recompute_flops, full.recompute_flops) == (0, none.forward_flops // 2)
-    assert 0 < full.step_seconds < 1
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(jnp.bfloat16, 1), (jnp.float32, 2)])
+def test_seconds_of_a_large_product_are_those_of_its_arithmetic(dtype, share):
+    x, device = of(8192, 8192, dtype=dtype), get_device("h100-80gb")
+    rate = device.peak_flops_per_second * device.efficiency / share
+    found = predict_step(lambda x: x @ x, x, device=device).step_seconds
+    assert found == pytest.approx(2 * 8192**3 / rate)
+
+
+def test_seconds_of_elementwise_work_are_those_of_its_traffic():
+    x, device = of(8192, 8192), get_device("h100-80gb")
+    rate = device.memory_bytes_per_second * device.efficiency
+    found = predict_step(lambda x: jnp.sin(x) + x, x, device=device).step_seconds
+    assert found == pytest.approx(2 * 4 * 8192**2 / rate)
 
 
 @pytest.mark.aot
