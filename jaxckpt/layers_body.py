@@ -105,7 +105,7 @@ def trace_body(
         WorkloadError: The body does not return a pair, or changes the carry's type.
     """
     leaves, carry_tree = jax.tree.flatten(carry)
-    leaves = [_strong(x) for x in leaves]
+    leaves = [strong(x) for x in leaves]
     slices, layer_tree = jax.tree.flatten(jax.eval_shape(_first_layer, stacked))
     trees: list[Any] = []
 
@@ -117,7 +117,7 @@ def trace_body(
         _check_tree(carry_tree, after_tree, label)
         output_leaves, output_tree = jax.tree.flatten(outputs)
         trees.append(output_tree)
-        return [*map(_strong, after_leaves), *output_leaves]
+        return [*map(strong, after_leaves), *output_leaves]
 
     closed = _named_carry(jax.make_jaxpr(flat)(*leaves, *slices), len(leaves))
     closed, consts = _jax.constants_as_inputs(closed)
@@ -137,7 +137,7 @@ def _first_layer(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], stacked)
 
 
-def _strong(leaf: Any) -> Any:
+def strong(leaf: Any) -> Any:
     """Return an array whose type is not weak: a scan's carry must keep its type."""
     leaf = jnp.asarray(leaf)
     if getattr(jax.typeof(leaf), "weak_type", False):

@@ -46,7 +46,7 @@ def run_explicit(
 
     def forward(consts: Flat, carry: Flat, stacked: Flat) -> Any:
         inexact = tuple(is_inexact(x.value) for x in carry)
-        tapes = Tapes(program, Wrt(_perturbed(consts), inexact, _perturbed(stacked)))
+        tapes = Tapes(program, Wrt(perturbed(consts), inexact, perturbed(stacked)))
         given = Arrays(_values(consts), _values(stacked))
         after, outputs, kept = Forward(tapes, given).runs(
             runs, 0, _values(carry), alone=True
@@ -78,8 +78,8 @@ def _backward(
         runs,
         0,
         kept,
-        Flow(_instantiated(d_carry), zeros),
-        [None if _is_zero(x) else x for x in d_outputs],
+        Flow(instantiated(d_carry), zeros),
+        [None if is_zero(x) else x for x in d_outputs],
         alone=True,
     )
     return (
@@ -89,7 +89,8 @@ def _backward(
     )
 
 
-def _perturbed(inputs: Sequence[Any]) -> tuple[bool, ...]:
+def perturbed(inputs: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which inputs of a forward rule are differentiated."""
     return tuple(bool(x.perturbed) and is_inexact(x.value) for x in inputs)
 
 
@@ -97,11 +98,12 @@ def _values(inputs: Sequence[Any]) -> Flat:
     return [x.value for x in inputs]
 
 
-def _instantiated(cotangents: Sequence[Any]) -> Flat:
+def instantiated(cotangents: Sequence[Any]) -> Flat:
     """Return the cotangents of the arrays that have one, zeros filled in."""
     wanted = [x for x in cotangents if is_inexact_type(x)]
-    return [_jax.zeros(x.aval) if _is_zero(x) else x for x in wanted]
+    return [_jax.zeros(x.aval) if is_zero(x) else x for x in wanted]
 
 
-def _is_zero(x: Any) -> bool:
+def is_zero(x: Any) -> bool:
+    """Return whether a cotangent is known to be zero."""
     return isinstance(x, jax.custom_derivatives.SymbolicZero)

@@ -86,6 +86,13 @@ class Tape:
         residuals = values[self._traced.num_results :]
         return values[: self._traced.num_results], [residuals[i] for i in self._kept]
 
+    @property
+    def kept_types(self) -> list[Any]:
+        """Types of what `forward` keeps."""
+        jaxpr = _jax.open_jaxpr(self._traced.closed)
+        residuals = jaxpr.outvars[self._traced.num_results :]
+        return [residuals[i].aval for i in self._kept]
+
     def kept_of_carry(self, carry: Flat) -> Flat:
         """Return what `forward` keeps where that is nothing but the carry."""
         positions = [self._carried[i] for i in self._kept]

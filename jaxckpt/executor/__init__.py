@@ -1,0 +1,1 @@
+"""Explicit forward and backward passes by a list of actions."""
