@@ -158,6 +158,10 @@ class Looped(Straight):
             else:
                 self._run_part(group, part)
 
+    def settled(self, group: Group, found: Gradients) -> Gradients:
+        # A barrier would copy the stack of gradients, and the loops need none.
+        return found if group.number in self.places else super().settled(group, found)
+
     def put(self, key: tuple[str, int], value: Any) -> Any:
         group = self.layout.group_of(key[1])
         if group.number not in self.places:
@@ -402,9 +406,9 @@ class Turn:
 
         if not self._from_tapes:
             return now()
-        return lax.cond(
-            one.tape == _NONE, now, lambda: [at(x, one.tape) for x in stacks.tapes]
-        )
+        # Read outside of the branches: a stack that goes into one is copied.
+        before = [at(x, jnp.maximum(one.tape, 0)) for x in stacks.tapes]
+        return lax.cond(one.tape == _NONE, now, lambda: before)
 
     def _stage(self, stage: Any, state: Flat) -> tuple[Flat, Flat, Flat]:
         given, program = self._given.of(self._group, stage), self._group.program
@@ -482,9 +486,8 @@ def _most_held(actions: Iterable[Keep | Drop]) -> tuple[int, int]:
 
 
 def _loaded(number: Any, state: Flat, stacks: Stacks) -> Flat:
-    return lax.cond(
-        number == _NONE, lambda: state, lambda: [at(x, number) for x in stacks.states]
-    )
+    before = [at(x, jnp.maximum(number, 0)) for x in stacks.states]
+    return lax.cond(number == _NONE, lambda: state, lambda: before)
 
 
 def _written(stacks: Flat, values: Flat, number: Any) -> Flat:

@@ -189,7 +189,7 @@ class _Tracer:
     ) -> tuple[StageProgram, Any]:
         """Return a stage's program, and the structure of the state behind it."""
         leaves, params_tree = jax.tree.flatten(params)
-        types = tuple(map(jax.typeof, [*state, *map(strong, leaves)]))
+        types = tuple(map(jax.typeof, [*state, *leaves]))
         key = stage.fn, stage.names, params_tree, tree, types
         if key not in self._traced:
             self._traced[key] = self._trace(stage, params, state, tree, number)

@@ -107,7 +107,7 @@ class Straight(Interpreter):
             given, flow, kept = lax.optimization_barrier(
                 (self.given.of(group, index), flow, kept)
             )
-        self.gradients = reversed_stage(
+        found = reversed_stage(
             self.layout,
             group,
             index,
@@ -117,6 +117,11 @@ class Straight(Interpreter):
             replace(self.gradients, flow=flow),
             aux_of(group, index, self.d_aux[group.number]),
         )
+        self.gradients = self.settled(group, found)
+
+    def settled(self, group: Group, found: Gradients) -> Gradients:
+        """Return the gradients behind one reverse, the parameters' made in its turn."""
+        return _tied(found, group)
 
     def put(self, key: tuple[str, int], value: Any) -> Any:
         if key[0] == "device":
@@ -125,10 +130,14 @@ class Straight(Interpreter):
         return _moved(value, jax.memory.Space.Host)
 
     def get(self, key: tuple[str, int], held: Any) -> Any:
-        if self.gradients is not None:
-            held, flow = lax.optimization_barrier((held, self.gradients.flow))
-            self.gradients = replace(self.gradients, flow=flow)
-        return held if key[0] == "device" else _moved(held, jax.memory.Space.Device)
+        value = held
+        if key[0] == "host":
+            value = _moved(held, jax.memory.Space.Device)
+        if self.gradients is None:
+            return value
+        value, flow = lax.optimization_barrier((value, self.gradients.flow))
+        self.gradients = replace(self.gradients, flow=flow)
+        return value
 
     def _advance(self, group: Group, start: int, stop: int, state: Flat) -> Flat:
         program = group.program
@@ -188,6 +197,19 @@ class Straight(Interpreter):
             types = group.program.results[group.program.num_after :]
             return empty_stacks(types, group.stages, [])
         return stacks
+
+
+def _tied(gradients: Gradients, group: Group) -> Gradients:
+    """Return gradients that go on only when the parameters' are done.
+
+    The compiler may leave those, and all that they are made of, for the end, else: it
+    does where it hides copies to the host.
+    """
+    params = list(gradients.params)
+    params[group.number], flow, consts = lax.optimization_barrier(
+        (params[group.number], gradients.flow, gradients.consts)
+    )
+    return Gradients(flow, consts, params)
 
 
 def _moved(value: Any, space: jax.memory.Space) -> Any:
