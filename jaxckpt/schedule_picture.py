@@ -1,7 +1,8 @@
 """The picture of a schedule: what stays of each layer, and what runs again, in order.
 
 One character is one layer: `*` keeps its input, `+` its input and what its policy
-keeps, `=` everything; `.` runs and keeps nothing.
+keeps, `=` everything; `.` runs and keeps nothing. Lists of actions have marks for other
+storages besides.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ _MEANINGS = {
     "*": "keeps the layer's input",
     "+": "its input and what a policy keeps",
     "-": "what a policy keeps",
+    "h": "the layer's input on the host",
+    "d": "the layer's input on disk",
     "=": "everything",
+    "H": "a tape on the host",
+    "D": "a tape on disk",
     ".": "nothing",
 }
+_INPUTS = "*+hd"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _WIDTH = 60  # layers in one line
+_WIDTH_WITH_LABEL = 53  # and what to call them behind
 _FIRST_LINES = 3  # of passes that are alike
 _MOST_LINES = 40
 
@@ -110,19 +118,41 @@ def passes_again(nodes: Sequence[Node], start: int = 0) -> Iterator[Pass]:
 
 def draw(title: str, nodes: Sequence[Node]) -> str:
     """Return the picture as lines of at most 80 columns."""
-    layers = count_layers(nodes)
-    forward = forward_marks(nodes)
     again = list(passes_again(nodes))
-    lines = [*_wrapped(f"{title} on {layers} layers"), *_forward_lines(forward)]
+    policies = _distinct_policies(nodes)
+    return draw_passes(
+        title, forward_marks(nodes), again, policies, count_forwards(nodes)
+    )
+
+
+def draw_passes(
+    title: str,
+    forward: str,
+    again: Sequence[Pass],
+    policies: Sequence[Policy],
+    total: int,
+) -> str:
+    """Return the picture of passes as lines of at most 80 columns.
+
+    Args:
+        title: What they are of.
+        forward: The marks of all layers after the forward pass.
+        again: What the backward pass runs again, in order.
+        policies: Those by which values are kept, each once.
+        total: How often layers run forward, all counted.
+    """
+    layers = len(forward)
+    lines = [*_wrapped(f"{title} on {layers} layers")]
+    lines += _forward_lines(forward, _elsewhere(again))
     if again:
         lines += ["backward runs again, in order:", *_passes(again, layers)]
     else:
         lines += ["backward runs nothing again"]
-    for policy in _distinct_policies(nodes):
+    for policy in policies:
         lines += _wrapped(f"policy: {policy_text(policy)}")
-    total = count_forwards(nodes)
+    kept = sum(mark in _INPUTS for mark in forward)
     lines.append(
-        f"{len(kept_inputs(nodes))} layer inputs kept; {total} layer forwards: "
+        f"{kept} layer inputs kept; {total} layer forwards: "
         f"{layers} forward, {total - layers} again"
     )
     return "\n".join(lines)
@@ -150,14 +180,22 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _forward_lines(marks: str) -> list[str]:
+def _elsewhere(again: Sequence[Pass]) -> str:
+    """Return the marks of what passes keep off the device."""
+    return "".join({mark for one in again for mark in one.marks} & set("hdHD"))
+
+
+def _forward_lines(marks: str, later: str) -> list[str]:
     """Return the forward pass as lines: the marks, and behind them what they mean."""
-    meanings = ", ".join(f"{m} {_MEANINGS[m]}" for m in _MEANINGS if m in marks)
+    shown = marks + later
+    meanings = ", ".join(f"{m} {_MEANINGS[m]}" for m in _MEANINGS if m in shown)
     chunks = range(0, len(marks), _WIDTH)
     lines = [f"  forward   {marks[i : i + _WIDTH]}" for i in chunks]
     if len(lines[-1]) + 3 + len(meanings) <= 80:
         return [*lines[:-1], f"{lines[-1]}   {meanings}"]
-    return [*lines, f"            {meanings}"]
+    unbroken = ", ".join(m.replace(" ", _NO_BREAK) for m in meanings.split(", "))
+    wrapped = textwrap.wrap(unbroken, 68)
+    return [*lines, *(f"            {w.replace(_NO_BREAK, ' ')}" for w in wrapped)]
 
 
 def _passes(again: Sequence[Pass], layers: int) -> list[str]:
@@ -177,7 +215,7 @@ def _passes(again: Sequence[Pass], layers: int) -> list[str]:
 
 
 def _line(one: Pass, layers: int) -> str:
-    if layers > _WIDTH:
+    if layers > _WIDTH_WITH_LABEL:
         return f"            {one.label}"
     marks = f"{' ' * one.start}{one.marks}".ljust(layers)
     return f"            {marks}   {one.label}"

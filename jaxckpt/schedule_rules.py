@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -216,21 +217,29 @@ def _revolve(num_layers: int, slots: int) -> tuple[Node, ...]:
     """Return R(l, c): a segment of R(k, c), and behind it R(l - k, c - 1)."""
     nodes: list[Node] = []
     while num_layers > 1:
-        first = num_layers - 1 if slots == 1 else _first_part(num_layers, slots)
+        first = first_part(num_layers, slots)
         nodes.append(Segment(_revolve(first, slots)))
         num_layers, slots = num_layers - first, slots - 1
     return (*nodes, Keep(1))
 
 
 @cache
-def _first_part(num_layers: int, slots: int) -> int:
-    """Return how many layers to advance to the next kept input: a k of least cost."""
+def first_part(num_layers: int, slots: int) -> int:
+    """Return how many layers to advance to the next kept input: a k of least cost.
+
+    Example:
+        >>> first_part(10, 3)
+        4
+    """
+    if slots == 1:
+        return num_layers - 1
 
     def cost(k: int) -> int:
-        again, behind = advances(k, slots), advances(num_layers - k, slots - 1)
-        return k + behind + again
+        return k + advances(num_layers - k, slots - 1) + advances(k, slots)
 
-    return min(range(1, num_layers), key=cost)
+    # `advances` is convex in the number of layers, and with it the cost in k.
+    ahead = range(1, num_layers - 1)
+    return 1 + bisect_left(ahead, True, key=lambda k: cost(k) <= cost(k + 1))
 
 
 def advances(num_layers: int, slots: int) -> int:

@@ -27,6 +27,7 @@ ORDER = [
     ["stack"],
     ["rewrite"],
     ["plan"],
+    ["executor"],
     ["training"],
     ["xla"],
     ["memory"],

@@ -26,13 +26,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from jaxckpt.errors import ScheduleError, did_you_mean
+from jaxckpt.errors import ScheduleError
+from jaxckpt.executor.checks import check_cost, check_number, check_storage
 from jaxckpt.policy import Policy
 from jaxckpt.policy_algebra import Everything
 from jaxckpt.schedule_tree import policy_text
-
-STORAGES = ("device", "host", "disk")
-"""Where a slot can be. Only the device's are read and written at no cost."""
 
 
 @dataclass(frozen=True)
@@ -204,19 +202,10 @@ class ActionList(Sequence[Action]):
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "actions", tuple(self.actions))
+        object.__setattr__(self, "actions", checked_actions(self.actions))
         check_number(self.steps, "steps", least=1)
-        slots = self.slots.items() if isinstance(self.slots, Mapping) else self.slots
-        object.__setattr__(self, "slots", tuple((s, n) for s, n in slots))
-        for storage, count in self.slots:
-            check_storage(storage)
-            check_number(count, f"slots[{storage!r}]", least=0)
-        for number, action in enumerate(self.actions):
-            if not isinstance(action, KINDS):
-                raise ScheduleError(
-                    f"Action {number}, `{action!r}`, is none. Use "
-                    f"{', '.join(f'`{kind.__name__}`' for kind in KINDS)}."
-                )
+        object.__setattr__(self, "slots", checked_slots(self.slots))
+        check_costs(self.costs)
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -286,13 +275,7 @@ def as_actions(actions: Iterable[Action], steps: int | None = None) -> ActionLis
     """
     if isinstance(actions, ActionList):
         return actions
-    if isinstance(actions, (str, bytes)) or not isinstance(actions, Iterable):
-        raise ScheduleError(
-            f"`actions={actions!r}` is no list of actions. Make one by "
-            "`executor.binomial(steps, slots)` and the like, or of `executor.Keep`, "
-            "`Advance`, `Load`, `Drop` and `Reverse`."
-        )
-    found = tuple(actions)
+    found = checked_actions(actions)
     if steps is None:
         reversed_ = [a.index + 1 for a in found if isinstance(a, Reverse)]
         ends = [_end(a) or 0 for a in found if isinstance(a, (Advance, Keep))]
@@ -300,25 +283,51 @@ def as_actions(actions: Iterable[Action], steps: int | None = None) -> ActionLis
     return ActionList(found, steps)
 
 
-def check_storage(storage: object) -> None:
-    """Raise `ScheduleError` for a storage that there is not."""
-    if storage not in STORAGES:
-        hint = did_you_mean(str(storage), STORAGES)
-        raise ScheduleError(f"`storage={storage!r}` is not known. {hint}")
-
-
-def check_number(value: object, name: str, *, least: int) -> None:
-    """Raise `ScheduleError` unless a value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def checked_actions(given: Any) -> tuple[Action, ...]:
+    """Return any sequence of actions as a tuple; raise `ScheduleError` for others."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise ScheduleError(
-            f"`{name}={value!r}` is not a whole number of at least {least}."
+            f"`actions={given!r}` is no list of actions. Make one by "
+            "`executor.binomial(steps, slots)` and the like, or of `executor.Keep`, "
+            "`Advance`, `Load`, `Drop` and `Reverse`."
         )
+    actions = tuple(given)
+    for number, action in enumerate(actions):
+        if not isinstance(action, KINDS):
+            raise ScheduleError(
+                f"Action {number}, `{action!r}`, is none. Use "
+                f"{', '.join(f'`{kind.__name__}`' for kind in KINDS)}."
+            )
+        for name in ("index", "start", "stop"):
+            if hasattr(action, name):
+                value = getattr(action, name)
+                check_number(value, f"{name} of action {number}", least=0)
+    return actions
 
 
-def check_cost(value: Any, name: str) -> None:
-    """Raise `ScheduleError` unless a value is a finite number of at least 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < float("inf"):
+def checked_slots(given: Any) -> tuple[tuple[str, int], ...]:
+    """Return slots as pairs of a storage and a number; raise for anything else."""
+    pairs: tuple[Any, ...] = (given,)
+    if isinstance(given, Mapping):
+        pairs = tuple(given.items())
+    elif isinstance(given, int):
+        pairs = (("device", given),)
+    elif isinstance(given, Iterable):
+        pairs = tuple(given)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ScheduleError(
+                f"`slots={given!r}` is none. Give the device's number of slots, or "
+                '`{"device": 2, "host": 4}`.'
+            )
+        check_storage(pair[0])
+        check_number(pair[1], f"slots[{pair[0]!r}]", least=0)
+    return pairs
+
+
+def check_costs(given: object) -> None:
+    """Raise `ScheduleError` for what are no costs."""
+    if not isinstance(given, Costs):
         raise ScheduleError(
-            f"`{name}={value!r}` is not a cost. Use a finite number of at least 0."
+            f"`costs={given!r}` are none. Use `executor.Costs(write=2.0, read=2.0)`."
         )

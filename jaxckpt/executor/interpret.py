@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jaxckpt.executor.actions import (
     Action,
@@ -17,6 +20,22 @@ from jaxckpt.executor.actions import (
     Reverse,
 )
 from jaxckpt.policy import Policy, save_everything
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["policy"]
+)
+@dataclass(frozen=True)
+class KeptTape:
+    """What the backward run of a stage reads.
+
+    Attributes:
+        kept: The arrays.
+        policy: What was kept besides the stage's input.
+    """
+
+    kept: list[Any]
+    policy: Policy
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,7 @@ class Interpreter(abc.ABC):
 
     def discard(self, key: tuple[str, int], held: Any) -> None:
         """Free what a slot holds."""
+        del key, held
 
     def run_forward(self, actions: ActionList) -> Any:
         """Run the forward pass of a list; return `x[steps]`.

@@ -1,4 +1,4 @@
-"""How a chain's arrays lie: stages in groups, each with its own or stacked parameters."""
+"""How a chain's arrays lie: stages in groups, with own or stacked parameters."""
 
 from __future__ import annotations
 

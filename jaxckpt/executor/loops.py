@@ -9,8 +9,7 @@ three copies of a stage, however many stages and actions there are.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +22,10 @@ from jaxckpt.executor.actions import (
     Action,
     ActionList,
     Advance,
-    Drop,
     Keep,
-    Load,
     Reverse,
 )
-from jaxckpt.executor.interpret import Held
+from jaxckpt.executor.interpret import KeptTape
 from jaxckpt.executor.layout import (
     Arrays,
     Gradients,
@@ -42,86 +39,19 @@ from jaxckpt.executor.layout import (
     reversed_stage,
     with_element,
 )
-from jaxckpt.executor.straight import KeptTape, Straight
+from jaxckpt.executor.straight import Straight
+from jaxckpt.executor.table import (
+    NONE,
+    InStack,
+    Round,
+    Step,
+    TableMaker,
+    find_places,
+    parts_by_group,
+    table,
+)
 from jaxckpt.layers_body import Flat
 from jaxckpt.policy import save_everything
-from jaxckpt.policy_algebra import Everything
-
-_NONE = -1
-
-
-@dataclass(frozen=True)
-class InStack:
-    """Where a stack holds what a slot holds.
-
-    Attributes:
-        number: Its place in the stack.
-        is_tape: Whether in the stack of tapes.
-    """
-
-    number: int
-    is_tape: bool
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Step:
-    """What one turn of a loop does, in this order; places of a stack, or -1.
-
-    Attributes:
-        load: The state that becomes the working state.
-        keep: Where the working state goes.
-        tape: Where the tape of the stage goes that runs.
-        stage: The stage that runs.
-        runs: Whether one does.
-    """
-
-    load: Any = _NONE
-    keep: Any = _NONE
-    tape: Any = _NONE
-    stage: Any = 0
-    runs: Any = False
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Round:
-    """Steps, and the reverse behind them.
-
-    Attributes:
-        start: The first step.
-        stop: The step behind the last.
-        load: The state that the reverse starts from, or -1 for the working state.
-        tape: The tape that it starts from, or -1.
-        stage: The stage that is reversed.
-    """
-
-    start: Any
-    stop: Any
-    load: Any
-    tape: Any
-    stage: Any
-
-
-class Places:
-    """Which places of a group's stacks are free.
-
-    Args:
-        states: How many states are kept at once, at most.
-        tapes: How many tapes.
-    """
-
-    def __init__(self, states: int, tapes: int) -> None:
-        self.counts = (states, tapes)
-        self._free = (list(range(states)), list(range(tapes)))
-
-    def take(self, is_tape: bool) -> InStack:
-        """Return a free place."""
-        return InStack(self._free[is_tape].pop(0), is_tape)
-
-    def give_back(self, place: InStack) -> None:
-        """Free a place."""
-        self._free[place.is_tape].append(place.number)
 
 
 @jax.tree_util.register_dataclass
@@ -152,6 +82,7 @@ class Looped(Straight):
         self.places = find_places(listed, self.layout)
 
     def run(self, actions: Iterable[Action]) -> None:
+        """Run actions, those on equal stages in loops."""
         for group, part in parts_by_group(actions, self.layout):
             if group.number not in self.places:
                 super().run(part)
@@ -159,10 +90,11 @@ class Looped(Straight):
                 self._run_part(group, part)
 
     def settled(self, group: Group, found: Gradients) -> Gradients:
-        # A barrier would copy the stack of gradients, and the loops need none.
+        """Return the gradients: a barrier would copy stacks, and loops need none."""
         return found if group.number in self.places else super().settled(group, found)
 
     def put(self, key: tuple[str, int], value: Any) -> Any:
+        """Return what a slot holds: a place in a stack, of equal stages."""
         group = self.layout.group_of(key[1])
         if group.number not in self.places:
             return super().put(key, value)
@@ -178,6 +110,7 @@ class Looped(Straight):
         return place
 
     def get(self, key: tuple[str, int], held: Any) -> Any:
+        """Return what a slot holds, from its stack if it is there."""
         if not isinstance(held, InStack):
             return super().get(key, held)
         stacks = self._stacks(self.layout.group_of(key[1]))
@@ -187,6 +120,7 @@ class Looped(Straight):
         return super().get(key, [at(x, held.number) for x in stacks.states])
 
     def discard(self, key: tuple[str, int], held: Any) -> None:
+        """Free a place in a stack."""
         if isinstance(held, InStack):
             self.places[self.layout.group_of(key[1]).number].give_back(held)
 
@@ -207,13 +141,17 @@ class Looped(Straight):
 
     def _run_steps(self, group: Group, part: Sequence[Action]) -> None:
         """Run a part of the forward pass."""
-        steps, _ = self._table(part)
+        steps, _ = self._table(group, part)
         turn = Turn(self.layout, group, self.given, steps)
 
         def body(carry: Any, step: Step) -> tuple[Any, None]:
             state, stacks, outputs = carry
             state, stacks, aux = turn.run(step, state, stacks)
-            return (state, stacks, self._with_aux(group, step.stage, outputs, aux)), None
+            return (
+                state,
+                stacks,
+                self._with_aux(group, step.stage, outputs, aux),
+            ), None
 
         carry = self._working(group), self._stacks(group), self._aux_stacks(group)
         carry, _ = lax.scan(body, carry, table(steps))
@@ -223,7 +161,7 @@ class Looped(Straight):
         """Run a part of the backward pass that ends with a reverse."""
         assert self.gradients is not None
         state = self._working(group)
-        steps, rounds = self._table(part)
+        steps, rounds = self._table(group, part)
         turn = Turn(self.layout, group, self.given, steps, rounds)
         d_aux = self.d_aux[group.number]
         all_steps = table(steps or [Step()])
@@ -280,76 +218,14 @@ class Looped(Straight):
             )
         return self.stacks[group.number]
 
-    def _table(self, part: Sequence[Action]) -> tuple[list[Step], list[Round]]:
+    def _table(
+        self, group: Group, part: Sequence[Action]
+    ) -> tuple[list[Step], list[Round]]:
         """Return what a part does as steps, and as the rounds that they make."""
-        maker = _TableMaker(self)
+        maker = TableMaker(self.slots, self.places[group.number])
         for action in part:
             maker.add(action)
         return maker.finish()
-
-
-class _TableMaker:
-    """Turns actions into steps and rounds; keeps account of the slots on the way."""
-
-    def __init__(self, run: Looped) -> None:
-        self._run = run
-        self._steps: list[Step] = []
-        self._rounds: list[Round] = []
-        self._next = Step()
-        self._tape = _NONE
-        self._start = 0
-
-    def add(self, action: Action) -> None:
-        """Add an action."""
-        if isinstance(action, Advance):
-            for stage in range(action.start, action.stop):
-                self._ends(replace(self._next, stage=stage, runs=True))
-        elif isinstance(action, Keep):
-            self._keep(action)
-        elif isinstance(action, Load):
-            self._load(self._run.slots[action.storage, action.index].value)
-        elif isinstance(action, Drop):
-            self._run.run_action(action)
-        else:
-            self._reverse(action.index)
-
-    def finish(self) -> tuple[list[Step], list[Round]]:
-        """Return all steps, and the rounds."""
-        self._flush()
-        return self._steps, self._rounds
-
-    def _ends(self, step: Step) -> None:
-        self._steps.append(step)
-        self._next = Step()
-
-    def _flush(self) -> None:
-        if self._next != Step():
-            self._ends(self._next)
-
-    def _keep(self, action: Keep) -> None:
-        run, is_tape = self._run, action.policy is not None
-        places = run.places[run.layout.group_of(action.index).number]
-        place = places.take(is_tape)
-        run.slots[action.storage, action.index] = Held(place, is_tape)
-        if is_tape:
-            here = {"tape": place.number, "stage": action.index, "runs": True}
-            self._ends(replace(self._next, **here))
-        else:
-            self._next = replace(self._next, keep=place.number)
-
-    def _load(self, place: InStack) -> None:
-        if self._next.keep != _NONE:
-            self._flush()
-        self._next = Step() if place.is_tape else Step(load=place.number)
-        self._tape = place.number if place.is_tape else _NONE
-
-    def _reverse(self, stage: int) -> None:
-        if self._next.keep != _NONE:
-            self._flush()
-        stop = len(self._steps)
-        one = Round(self._start, stop, self._next.load, self._tape, stage)
-        self._rounds.append(one)
-        self._next, self._tape, self._start = Step(), _NONE, stop
 
 
 class Turn:
@@ -374,11 +250,11 @@ class Turn:
         self._group = group
         self._given = given
         self._tape = layout.tape(group)
-        self._loads = any(step.load != _NONE for step in steps)
-        self._keeps = any(step.keep != _NONE for step in steps)
-        self._tapes = any(step.tape != _NONE for step in steps)
+        self._loads = any(step.load != NONE for step in steps)
+        self._keeps = any(step.keep != NONE for step in steps)
+        self._tapes = any(step.tape != NONE for step in steps)
         self._always_runs = all(step.runs for step in steps)
-        self._from_tapes = any(one.tape != _NONE for one in rounds)
+        self._from_tapes = any(one.tape != NONE for one in rounds)
 
     def run(self, step: Step, state: Flat, stacks: Stacks) -> tuple[Flat, Stacks, Flat]:
         """Run a step; return state, stacks and the stage's auxiliary outputs."""
@@ -408,7 +284,7 @@ class Turn:
             return now()
         # Read outside of the branches: a stack that goes into one is copied.
         before = [at(x, jnp.maximum(one.tape, 0)) for x in stacks.tapes]
-        return lax.cond(one.tape == _NONE, now, lambda: before)
+        return lax.cond(one.tape == NONE, now, lambda: before)
 
     def _stage(self, stage: Any, state: Flat) -> tuple[Flat, Flat, Flat]:
         given, program = self._given.of(self._group, stage), self._group.program
@@ -424,75 +300,14 @@ class Turn:
         return state, list(map(_jax.zeros, kept)), list(map(_jax.zeros, results))
 
 
-def table(rows: Sequence[Any]) -> Any:
-    """Return rows of numbers as one row of arrays."""
-    return jax.tree.map(lambda *x: jnp.asarray(x), *rows)
-
-
-def find_places(listed: ActionList, layout: Layout) -> dict[int, Places]:
-    """Return the places that the groups need which can run in loops.
-
-    They are those of which all is kept on the device, states and whole tapes.
-    """
-    places = {}
-    for group in layout.groups:
-        own = [
-            a
-            for a in listed
-            if isinstance(a, (Keep, Drop)) and layout.group_of(a.index) is group
-        ]
-        if group.looped and all(map(_fits_stack, own)):
-            places[group.number] = Places(*_most_held(own))
-    return places
-
-
-def parts_by_group(
-    actions: Iterable[Action], layout: Layout
-) -> Iterator[tuple[Group, list[Action]]]:
-    """Cut actions into parts that concern one group each."""
-
-    def single() -> Iterator[tuple[Group, Action]]:
-        for action in actions:
-            if not isinstance(action, Advance):
-                yield layout.group_of(action.index), action
-                continue
-            start = action.start
-            while start < action.stop:
-                group = layout.group_of(start)
-                stop = min(action.stop, group.stop)
-                yield group, Advance(start, stop)
-                start = stop
-
-    for number, found in itertools.groupby(single(), key=lambda pair: pair[0].number):
-        yield layout.groups[number], [action for _, action in found]
-
-
-def _fits_stack(action: Keep | Drop) -> bool:
-    whole = isinstance(action, Drop) or isinstance(action.policy, Everything | None)
-    return action.storage == "device" and whole
-
-
-def _most_held(actions: Iterable[Keep | Drop]) -> tuple[int, int]:
-    """Return how many states and tapes are kept at once, at most."""
-    held: dict[int, bool] = {}
-    most = [0, 0]
-    for action in actions:
-        if isinstance(action, Drop):
-            del held[action.index]
-            continue
-        held[action.index] = is_tape = action.policy is not None
-        most[is_tape] = max(most[is_tape], sum(x is is_tape for x in held.values()))
-    return most[0], most[1]
-
-
 def _loaded(number: Any, state: Flat, stacks: Stacks) -> Flat:
     before = [at(x, jnp.maximum(number, 0)) for x in stacks.states]
-    return lax.cond(number == _NONE, lambda: state, lambda: before)
+    return lax.cond(number == NONE, lambda: state, lambda: before)
 
 
 def _written(stacks: Flat, values: Flat, number: Any) -> Flat:
     """Write values into stacks; -1 is the last place, which nothing reads."""
     return [
-        with_element(s, x, jnp.where(number == _NONE, s.shape[0] - 1, number))
+        with_element(s, x, jnp.where(number == NONE, s.shape[0] - 1, number))
         for s, x in zip(stacks, values, strict=True)
     ]

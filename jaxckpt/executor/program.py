@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from flax.errors import FlaxError
 
 from jaxckpt import _jax
 from jaxckpt.errors import WorkloadError
@@ -110,9 +111,7 @@ class StageProgram:
         if isinstance(policy, Everything):
             flat = _jax.jaxpr_function(self.closed)
         else:
-            flat = remat_jaxpr(
-                self.closed, policy, label=self.label, prevent_cse=True
-            )
+            flat = remat_jaxpr(self.closed, policy, label=self.label, prevent_cse=True)
 
         def fn(consts: Flat, state: Flat, layer: Flat) -> tuple[Flat, Flat]:
             return as_arrays(flat(*consts, *state, *layer)), []
@@ -235,7 +234,7 @@ class _Tracer:
     ) -> Any:
         try:
             return jax.make_jaxpr(flat)(*map(abstract, inputs))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, FlaxError) as error:
             if isinstance(error, WorkloadError):
                 raise
             types = tree.unflatten([jax.typeof(s).str_short() for s in state])

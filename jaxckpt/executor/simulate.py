@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from jaxckpt.errors import ScheduleError
 from jaxckpt.executor.actions import (
-    STORAGES,
     Action,
     ActionList,
     Advance,
@@ -19,11 +18,11 @@ from jaxckpt.executor.actions import (
     Drop,
     Keep,
     Load,
-    Reverse,
     as_actions,
-    check_number,
-    check_storage,
+    check_costs,
+    checked_slots,
 )
+from jaxckpt.executor.checks import STORAGES, check_number, check_storage
 from jaxckpt.policy import Policy
 from jaxckpt.policy_algebra import Everything
 
@@ -81,6 +80,8 @@ def simulate(
         (25, 3, 35.0)
     """
     given = as_actions(actions, steps)
+    costs = given.costs if costs is None else costs
+    check_costs(costs)
     if steps is not None:
         check_number(steps, "steps", least=1)
         if steps != given.steps:
@@ -97,7 +98,7 @@ def simulate(
                 f"Action {number} of {len(given)}, `{action}`, is illegal: {error}"
             ) from None
     machine.finish()
-    return machine.record(costs or given.costs)
+    return machine.record(costs)
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Machine:
 
     Attributes:
         steps: The number of stages.
-        limits: How many slots a storage has; a storage that is not there has any number.
+        limits: How many slots a storage has; any number for one that is not there.
         state: The index of the working state, or None.
         tape: The stage whose tape is loaded, or None.
         left: How many stages are not reversed yet: the cotangent is that of `x[left]`.
@@ -126,7 +127,7 @@ class Machine:
     def __post_init__(self) -> None:
         self.left = self.steps
         self._forwards = [0] * self.steps
-        self._peaks = dict.fromkeys(STORAGES, 0)
+        self._peaks: dict[str, int] = dict.fromkeys(STORAGES, 0)
         self._writes = self._reads = 0
         self._tape_policy: Policy | None = None
 
@@ -257,10 +258,4 @@ def _slot(action: Keep | Load | Drop) -> str:
 def _limits(
     actions: ActionList, slots: int | Mapping[str, int] | None
 ) -> Mapping[str, int]:
-    if slots is None:
-        return dict(actions.slots)
-    given = slots if isinstance(slots, Mapping) else {"device": slots}
-    for storage, count in given.items():
-        check_storage(storage)
-        check_number(count, f"slots[{storage!r}]", least=0)
-    return dict(given)
+    return dict(actions.slots if slots is None else checked_slots(slots))

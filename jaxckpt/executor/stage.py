@@ -48,7 +48,7 @@ class Stage:
         return self.fn(params, x, **given)
 
 
-def as_stages(targets: Sequence[Any]) -> list[Stage]:
+def as_stages(targets: Any) -> list[Stage]:
     """Return stages for whatever stands for them.
 
     Args:

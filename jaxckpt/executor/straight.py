@@ -7,15 +7,14 @@ long before its turn.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax import lax
 
-from jaxckpt.executor.interpret import Interpreter
+from jaxckpt.executor.interpret import Interpreter, KeptTape
 from jaxckpt.executor.layout import (
     Arrays,
     Gradients,
@@ -30,22 +29,6 @@ from jaxckpt.executor.layout import (
 from jaxckpt.layers_body import Flat
 from jaxckpt.layers_forward import numbers
 from jaxckpt.policy import Policy
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["policy"]
-)
-@dataclass(frozen=True)
-class KeptTape:
-    """A tape in a slot or in the working memory.
-
-    Attributes:
-        kept: The arrays.
-        policy: What was kept besides the stage's input.
-    """
-
-    kept: Flat
-    policy: Policy
 
 
 class Straight(Interpreter):
@@ -81,6 +64,7 @@ class Straight(Interpreter):
         self._fetched: StageArrays | None = None
 
     def forward(self, start: int, stop: int, state: Flat) -> Flat:
+        """Run stages forward."""
         while start < stop:
             group = self.layout.group_of(start)
             end = min(stop, group.stop) if group.looped else start + 1
@@ -89,6 +73,7 @@ class Straight(Interpreter):
         return state
 
     def taped(self, index: int, state: Flat, policy: Policy) -> tuple[Flat, Any]:
+        """Run a stage forward, and leave its tape."""
         group = self.layout.group_of(index)
         state, given = self._in_turn(state, self.given.of(group, index))
         tape = self.layout.tape(group, policy)
@@ -99,6 +84,7 @@ class Straight(Interpreter):
         return self._after(results[:count]), KeptTape(kept, policy)
 
     def backward(self, index: int, tape: KeptTape) -> None:
+        """Run a stage backward; `gradients` are then those with its own."""
         assert self.gradients is not None
         group = self.layout.group_of(index)
         given, flow, kept = self._fetched, self.gradients.flow, tape.kept
@@ -124,12 +110,15 @@ class Straight(Interpreter):
         return _tied(found, group)
 
     def put(self, key: tuple[str, int], value: Any) -> Any:
+        """Return a value, in the host's memory if it is kept there."""
         if key[0] == "device":
             return value
         self._moved.append(key)
         return _moved(value, jax.memory.Space.Host)
 
     def get(self, key: tuple[str, int], held: Any) -> Any:
+        """Return a value on the device; in the backward pass only in its turn."""
+        self._fetched = None
         value = held
         if key[0] == "host":
             value = _moved(held, jax.memory.Space.Device)
@@ -212,7 +201,7 @@ def _tied(gradients: Gradients, group: Group) -> Gradients:
     return Gradients(flow, consts, params)
 
 
-def _moved(value: Any, space: jax.memory.Space) -> Any:
+def _moved(value: Any, space: Any) -> Any:
     def move(x: Any) -> Any:
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
         return x if is_key else jax.device_put(x, space)

@@ -1,0 +1,231 @@
+"""What a list does to equal stages, as a table of numbers that a loop can read.
+
+Numbers are places in two stacks, of states and of tapes, and stages. A *step* runs one
+stage at most; a *round* is the steps up to one reverse, and that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxckpt.executor.actions import Action, ActionList, Advance, Drop, Keep, Load
+from jaxckpt.executor.interpret import Held
+from jaxckpt.executor.layout import Group, Layout
+from jaxckpt.policy_algebra import Everything
+
+NONE = -1
+"""No place."""
+
+
+@dataclass(frozen=True)
+class InStack:
+    """Where a stack holds what a slot holds.
+
+    Attributes:
+        number: Its place in the stack.
+        is_tape: Whether in the stack of tapes.
+    """
+
+    number: int
+    is_tape: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """What one turn of a loop does, in this order; places of a stack, or -1.
+
+    Attributes:
+        load: The state that becomes the working state.
+        keep: Where the working state goes.
+        tape: Where the tape of the stage goes that runs.
+        stage: The stage that runs.
+        runs: Whether one does.
+    """
+
+    load: Any = NONE
+    keep: Any = NONE
+    tape: Any = NONE
+    stage: Any = 0
+    runs: Any = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Round:
+    """Steps, and the reverse behind them.
+
+    Attributes:
+        start: The first step.
+        stop: The step behind the last.
+        load: The state that the reverse starts from, or -1 for the working state.
+        tape: The tape that it starts from, or -1.
+        stage: The stage that is reversed.
+    """
+
+    start: Any
+    stop: Any
+    load: Any
+    tape: Any
+    stage: Any
+
+
+class Places:
+    """Which places of a group's stacks are free.
+
+    Args:
+        states: How many states are kept at once, at most.
+        tapes: How many tapes.
+    """
+
+    def __init__(self, states: int, tapes: int) -> None:
+        self.counts = (states, tapes)
+        self._free = (list(range(states)), list(range(tapes)))
+
+    def take(self, is_tape: bool) -> InStack:
+        """Return a free place."""
+        return InStack(self._free[is_tape].pop(0), is_tape)
+
+    def give_back(self, place: InStack) -> None:
+        """Free a place."""
+        self._free[place.is_tape].append(place.number)
+
+
+def table(rows: Sequence[Any]) -> Any:
+    """Return rows of numbers as one row of arrays."""
+    return jax.tree.map(lambda *x: jnp.asarray(x), *rows)
+
+
+def find_places(listed: ActionList, layout: Layout) -> dict[int, Places]:
+    """Return the places that the groups need which can run in loops.
+
+    They are those of which all is kept on the device, states and whole tapes.
+    """
+    places = {}
+    for group in layout.groups:
+        own = [
+            a
+            for a in listed
+            if isinstance(a, (Keep, Drop)) and layout.group_of(a.index) is group
+        ]
+        if group.looped and all(map(_fits_stack, own)):
+            places[group.number] = Places(*_most_held(own))
+    return places
+
+
+def parts_by_group(
+    actions: Iterable[Action], layout: Layout
+) -> Iterator[tuple[Group, list[Action]]]:
+    """Cut actions into parts that concern one group each."""
+
+    def single() -> Iterator[tuple[Group, Action]]:
+        for action in actions:
+            if not isinstance(action, Advance):
+                yield layout.group_of(action.index), action
+                continue
+            start = action.start
+            while start < action.stop:
+                group = layout.group_of(start)
+                stop = min(action.stop, group.stop)
+                yield group, Advance(start, stop)
+                start = stop
+
+    for number, found in itertools.groupby(single(), key=lambda pair: pair[0].number):
+        yield layout.groups[number], [action for _, action in found]
+
+
+def _fits_stack(action: Keep | Drop) -> bool:
+    whole = isinstance(action, Drop) or isinstance(action.policy, Everything | None)
+    return action.storage == "device" and whole
+
+
+def _most_held(actions: Iterable[Keep | Drop]) -> tuple[int, int]:
+    """Return how many states and tapes are kept at once, at most."""
+    held: dict[int, bool] = {}
+    most = [0, 0]
+    for action in actions:
+        if isinstance(action, Drop):
+            del held[action.index]
+            continue
+        held[action.index] = is_tape = action.policy is not None
+        most[is_tape] = max(most[is_tape], sum(x is is_tape for x in held.values()))
+    return most[0], most[1]
+
+
+class TableMaker:
+    """Turns actions into steps and rounds.
+
+    Args:
+        slots: Where things are kept; account of it is kept on the way.
+        places: The group's.
+    """
+
+    def __init__(self, slots: dict[tuple[str, int], Held], places: Places) -> None:
+        self._slots = slots
+        self._places = places
+        self._steps: list[Step] = []
+        self._rounds: list[Round] = []
+        self._next = Step()
+        self._tape = NONE
+        self._start = 0
+
+    def add(self, action: Action) -> None:
+        """Add an action."""
+        if isinstance(action, Advance):
+            for stage in range(action.start, action.stop):
+                self._ends(replace(self._next, stage=stage, runs=True))
+        elif isinstance(action, Keep):
+            self._keep(action)
+        elif isinstance(action, Load):
+            self._load(self._slots[_key(action)].value)
+        elif isinstance(action, Drop):
+            self._places.give_back(self._slots.pop(_key(action)).value)
+        else:
+            self._reverse(action.index)
+
+    def finish(self) -> tuple[list[Step], list[Round]]:
+        """Return all steps, and the rounds."""
+        self._flush()
+        return self._steps, self._rounds
+
+    def _ends(self, step: Step) -> None:
+        self._steps.append(step)
+        self._next = Step()
+
+    def _flush(self) -> None:
+        if self._next != Step():
+            self._ends(self._next)
+
+    def _keep(self, action: Keep) -> None:
+        is_tape = action.policy is not None
+        place = self._places.take(is_tape)
+        self._slots[_key(action)] = Held(place, is_tape)
+        if is_tape:
+            here = {"tape": place.number, "stage": action.index, "runs": True}
+            self._ends(replace(self._next, **here))
+        else:
+            self._next = replace(self._next, keep=place.number)
+
+    def _load(self, place: InStack) -> None:
+        if self._next.keep != NONE:
+            self._flush()
+        self._next = Step() if place.is_tape else Step(load=place.number)
+        self._tape = place.number if place.is_tape else NONE
+
+    def _reverse(self, stage: int) -> None:
+        if self._next.keep != NONE:
+            self._flush()
+        stop = len(self._steps)
+        one = Round(self._start, stop, self._next.load, self._tape, stage)
+        self._rounds.append(one)
+        self._next, self._tape, self._start = Step(), NONE, stop
+
+
+def _key(action: Keep | Load | Drop) -> tuple[str, int]:
+    return action.storage, action.index
