@@ -1,6 +1,7 @@
 """Gradient checkpointing for JAX: what to keep, what to run again, and the proof."""
 
 from jaxckpt import _quiet as _quiet
+from jaxckpt import executor as executor
 from jaxckpt.errors import CompileError as CompileError
 from jaxckpt.errors import DeviceError as DeviceError
 from jaxckpt.errors import JaxckptError as JaxckptError
@@ -8,6 +9,8 @@ from jaxckpt.errors import PlanError as PlanError
 from jaxckpt.errors import PolicyError as PolicyError
 from jaxckpt.errors import ScheduleError as ScheduleError
 from jaxckpt.errors import WorkloadError as WorkloadError
+from jaxckpt.executor import ManualCheckpoint as ManualCheckpoint
+from jaxckpt.executor import checkpoint_chain as checkpoint_chain
 from jaxckpt.graph.stages import Chain as Chain
 from jaxckpt.graph.stages import mark_stage as mark_stage
 from jaxckpt.graph.stages import stages as stages

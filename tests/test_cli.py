@@ -9,6 +9,7 @@ import textwrap
 import pytest
 from typer.testing import CliRunner
 
+from jaxckpt import executor
 from jaxckpt.cli import app
 
 GPT = "models/gpt.py:tiny"
@@ -420,6 +421,13 @@ def test_json_is_all_that_stdout_gets(arguments, tmp_path):
     assert isinstance(json.loads(result.stdout), dict)
     for printed in ("import", "child", "call", "trace"):
         assert printed in result.stderr
+
+
+def test_explain_draws_a_binomial_schedule_as_the_executors_list():
+    settings = "--schedule", "binomial(3)", "--set", "num_layers=10"
+    shown = run("explain", "models/gpt.py:tiny", *settings).stdout
+    _, *picture = executor.binomial(10, 3).draw().splitlines()
+    assert "\n".join(picture) in shown
 
 
 def test_explain_shows_the_peak_and_the_stages(tmp_path):
