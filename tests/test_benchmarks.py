@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import policies
+from benchmarks import executor, executor_methods, policies
 from jaxckpt.report.compare import Comparison
 from jaxckpt.xla.footprint import Footprint
 from jaxckpt.xla.measure import Measurement
@@ -71,3 +72,59 @@ def fake_compare(load_for, rules, device, *, label, progress):
         for r in rules
     ]  # fmt: skip
     return Comparison(label, device.name, tuple(rows), ())
+
+
+def test_executor_counts_what_lists_say_and_compiles(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "rows.json"
+    options = ["--depths", "4", "--slots", "2", "--device", "attached", "--json"]
+    only = "--only", "binomial(2), looped"
+    monkeypatch.setattr(sys, "argv", ["executor", *options, str(path), *only])
+    monkeypatch.setattr(executor, "REPEATS", 1)
+    executor.main()
+    plain, looped = json.loads(path.read_text())
+    assert plain["forwards"] == 4 and plain["time_ratio"] == 1
+    assert looped["forwards"] == 4 + 4
+    assert 0 < looped["temp_bytes"] < plain["temp_bytes"]
+    assert capsys.readouterr().out.count("\n| 4 | ") == 2
+
+
+def test_executor_samples_what_is_held_when_the_host_has_a_gradient():
+    methods = executor_methods.find_methods(4, 2)
+    (driven,) = [method for method in methods if not method.compiled]
+    params, x = executor_methods.make_arrays(driven, executor.TINY)
+    held = driven.live_states(executor_methods.stage, params, x)
+    # x1 or x2, and a cotangent; x0 was given.
+    assert held == 2 * executor_methods.state_bytes(executor.TINY)
+
+
+def test_executor_compares_with_equinox_only_where_it_is(monkeypatch):
+    names = [method.name for method in executor_methods.find_methods(8, 3)]
+    assert any("equinox" in name for name in names)
+    monkeypatch.setattr(executor_methods, "EQUINOX", None)
+    others = [method.name for method in executor_methods.find_methods(8, 3)]
+    assert others == [name for name in names if "equinox" not in name]
+
+
+def test_executor_draws_methods_of_which_bytes_are_known(tmp_path):
+    state = executor.Row.state_bytes
+    rows = [
+        executor.Row(depth, "m", 2 * depth, temp_bytes=8 * state) for depth in (8, 16)
+    ]
+    path = tmp_path / "out.png"
+    executor.save_plot([*rows, executor.Row(8, "unknown", 8)], "title", path)
+    assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--depths 8,x", "error: `--depths`: `x` is no whole number from 4 on."),
+        ("--slots 1", "error: `--slots`: `1` is no whole number from 2 on."),
+        ("--only zzz", "error: `--only zzz` leaves no method of"),
+        ("--plot a.png --device none", "error: `--plot` draws bytes."),
+    ],
+)
+def test_executor_refuses_options_in_one_line(options, message):
+    with pytest.raises(SystemExit, match=re.escape(message)) as caught:
+        executor.parse(options.split())
+    assert "\n" not in str(caught.value)
