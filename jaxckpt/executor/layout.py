@@ -171,6 +171,8 @@ def reversed_stage(
     kept: Flat,
     so_far: Gradients,
     d_aux: Sequence[Any],
+    *,
+    in_turn: bool = False,
 ) -> Gradients:
     """Run one stage backward from its tape.
 
@@ -183,6 +185,9 @@ def reversed_stage(
         kept: what was kept.
         so_far: Gradients of the stages behind it.
         d_aux: Cotangents of its auxiliary output; None for zeros.
+        in_turn: Whether nothing may go on before all of its gradients are there. The
+            compiler may leave those of parameters, and all that they are made of, for
+            the end, else: it does where it hides copies to the host.
     """
     program, wrt = group.program, layout.wrt_params[group.number]
     after = map(is_inexact_type, program.results[: program.num_after])
@@ -193,6 +198,8 @@ def reversed_stage(
         if consts[position] is not None:
             consts[position] = _jax.add_any(consts[position], found.pop(0))
     own = [found.pop() for _ in range(sum(wrt))][::-1]
+    if in_turn:
+        found, own, consts = lax.optimization_barrier((found, own, consts))
     if group.stacked:
         stacks = params[group.number]
         if stacks is None:

@@ -45,10 +45,11 @@ from jaxckpt.executor.table import (
     InStack,
     Round,
     Step,
+    Table,
     TableMaker,
+    columns,
     find_places,
     parts_by_group,
-    table,
 )
 from jaxckpt.layers_body import Flat
 from jaxckpt.policy import save_everything
@@ -57,11 +58,11 @@ from jaxckpt.policy import save_everything
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stacks:
-    """What is kept of a group's stages; the last place of each is for nothing.
+    """What is kept of a group's stages.
 
     Attributes:
-        states: `[places + 1, ...]`.
-        tapes: `[places + 1, ...]`, empty where no tape is kept.
+        states: `[places, ...]`.
+        tapes: `[places, ...]`, empty where no tape is kept.
     """
 
     states: Flat
@@ -80,23 +81,24 @@ class Looped(Straight):
         super().__init__(*args, **settings)
         self.stacks: dict[int, Stacks] = {}
         self.places = find_places(listed, self.layout)
+        self._has_host = any(map(_elsewhere, listed))
 
     def run(self, actions: Iterable[Action]) -> None:
         """Run actions, those on equal stages in loops."""
         for group, part in parts_by_group(actions, self.layout):
-            if group.number not in self.places:
+            if group.number not in self.places or _elsewhere(part[0]):
                 super().run(part)
             else:
                 self._run_part(group, part)
 
-    def settled(self, group: Group, found: Gradients) -> Gradients:
-        """Return the gradients: a barrier would copy stacks, and loops need none."""
-        return found if group.number in self.places else super().settled(group, found)
+    def waits(self, group: Group) -> bool:
+        """Return whether gradients have to be there in turn: loops see to it, else."""
+        return self._has_host or group.number not in self.places
 
     def put(self, key: tuple[str, int], value: Any) -> Any:
         """Return what a slot holds: a place in a stack, of equal stages."""
         group = self.layout.group_of(key[1])
-        if group.number not in self.places:
+        if group.number not in self.places or key[0] != "device":
             return super().put(key, value)
         is_tape = isinstance(value, KeptTape)
         place = self.places[group.number].take(is_tape)
@@ -141,8 +143,8 @@ class Looped(Straight):
 
     def _run_steps(self, group: Group, part: Sequence[Action]) -> None:
         """Run a part of the forward pass."""
-        steps, _ = self._table(group, part)
-        turn = Turn(self.layout, group, self.given, steps)
+        made = self._table(group, part)
+        turn = Turn(self.layout, group, self.given, made)
 
         def body(carry: Any, step: Step) -> tuple[Any, None]:
             state, stacks, outputs = carry
@@ -154,20 +156,20 @@ class Looped(Straight):
             ), None
 
         carry = self._working(group), self._stacks(group), self._aux_stacks(group)
-        carry, _ = lax.scan(body, carry, table(steps))
+        carry, _ = lax.scan(body, carry, columns(made.steps))
         self.state, self.stacks[group.number], self.aux[group.number] = carry
 
     def _run_rounds(self, group: Group, part: Sequence[Action]) -> None:
         """Run a part of the backward pass that ends with a reverse."""
         assert self.gradients is not None
         state = self._working(group)
-        steps, rounds = self._table(group, part)
-        turn = Turn(self.layout, group, self.given, steps, rounds)
+        made = self._table(group, part)
+        turn = Turn(self.layout, group, self.given, made)
         d_aux = self.d_aux[group.number]
-        all_steps = table(steps or [Step()])
+        steps = columns(made.steps or [Step()])
 
         def inner(number: Any, carry: Any) -> Any:
-            step = jax.tree.map(lambda x: at(x, number), all_steps)
+            step = jax.tree.map(lambda x: at(x, number), steps)
             return turn.run(step, *carry)[:2]
 
         def body(carry: Any, one: Round) -> tuple[Any, None]:
@@ -188,7 +190,7 @@ class Looped(Straight):
             return (gradients, stacks), None
 
         carry = self._with_stacks(group), self._stacks(group)
-        carry, _ = lax.scan(body, carry, table(rounds))
+        carry, _ = lax.scan(body, carry, columns(made.rounds))
         self.gradients, self.stacks[group.number] = carry
         self.state = None
 
@@ -209,18 +211,16 @@ class Looped(Straight):
     def _stacks(self, group: Group) -> Stacks:
         """Return the stacks of a group, made when something is kept at first."""
         if group.number not in self.stacks:
-            states, tapes = self.places[group.number].counts
+            states, tapes = self.places[group.number].sizes
             flow = self.state or []
             types = self.layout.tape(group).kept_types if tapes else []
             self.stacks[group.number] = Stacks(
-                empty_stacks(group.program.state, states + 1, flow),
-                empty_stacks(types, tapes + 1, flow),
+                empty_stacks(group.program.state, states, flow),
+                empty_stacks(types, tapes, flow),
             )
         return self.stacks[group.number]
 
-    def _table(
-        self, group: Group, part: Sequence[Action]
-    ) -> tuple[list[Step], list[Round]]:
+    def _table(self, group: Group, part: Sequence[Action]) -> Table:
         """Return what a part does as steps, and as the rounds that they make."""
         maker = TableMaker(self.slots, self.places[group.number])
         for action in part:
@@ -235,8 +235,7 @@ class Turn:
         layout: The chain's.
         group: The group that runs.
         given: The chain's arrays.
-        steps: All that will run: where none keeps a tape, say, none is looked for.
-        rounds: The same.
+        made: All that will run: where none keeps a tape, say, none is looked for.
     """
 
     def __init__(
@@ -244,17 +243,16 @@ class Turn:
         layout: Layout,
         group: Group,
         given: Arrays,
-        steps: Sequence[Step],
-        rounds: Sequence[Round] = (),
+        made: Table,
     ) -> None:
         self._group = group
         self._given = given
         self._tape = layout.tape(group)
-        self._loads = any(step.load != NONE for step in steps)
-        self._keeps = any(step.keep != NONE for step in steps)
-        self._tapes = any(step.tape != NONE for step in steps)
-        self._always_runs = all(step.runs for step in steps)
-        self._from_tapes = any(one.tape != NONE for one in rounds)
+        self._loads = any(step.load != NONE for step in made.steps)
+        self._keeps, self._tapes = made.keeps
+        self._always_runs = all(step.runs for step in made.steps)
+        self._from_states = any(one.load != NONE for one in made.rounds)
+        self._from_tapes = any(one.tape != NONE for one in made.rounds)
 
     def run(self, step: Step, state: Flat, stacks: Stacks) -> tuple[Flat, Stacks, Flat]:
         """Run a step; return state, stacks and the stage's auxiliary outputs."""
@@ -275,7 +273,8 @@ class Turn:
 
     def kept(self, one: Round, given: StageArrays, state: Flat, stacks: Stacks) -> Flat:
         """Return the tape that a round's reverse starts from."""
-        state = _loaded(one.load, state, stacks)
+        if self._from_states:
+            state = _loaded(one.load, state, stacks)
 
         def now() -> Flat:
             return self._tape.forward(given.consts, state, given.layer)[1]
@@ -300,14 +299,15 @@ class Turn:
         return state, list(map(_jax.zeros, kept)), list(map(_jax.zeros, results))
 
 
+def _elsewhere(action: Action) -> bool:
+    """Return whether an action keeps or loads something off the device."""
+    return getattr(action, "storage", "device") != "device"
+
+
 def _loaded(number: Any, state: Flat, stacks: Stacks) -> Flat:
     before = [at(x, jnp.maximum(number, 0)) for x in stacks.states]
     return lax.cond(number == NONE, lambda: state, lambda: before)
 
 
 def _written(stacks: Flat, values: Flat, number: Any) -> Flat:
-    """Write values into stacks; -1 is the last place, which nothing reads."""
-    return [
-        with_element(s, x, jnp.where(number == NONE, s.shape[0] - 1, number))
-        for s, x in zip(stacks, values, strict=True)
-    ]
+    return [with_element(s, x, number) for s, x in zip(stacks, values, strict=True)]

@@ -93,7 +93,7 @@ class Straight(Interpreter):
             given, flow, kept = lax.optimization_barrier(
                 (self.given.of(group, index), flow, kept)
             )
-        found = reversed_stage(
+        self.gradients = reversed_stage(
             self.layout,
             group,
             index,
@@ -102,12 +102,12 @@ class Straight(Interpreter):
             kept,
             replace(self.gradients, flow=flow),
             aux_of(group, index, self.d_aux[group.number]),
+            in_turn=self.waits(group),
         )
-        self.gradients = self.settled(group, found)
 
-    def settled(self, group: Group, found: Gradients) -> Gradients:
-        """Return the gradients behind one reverse, the parameters' made in its turn."""
-        return _tied(found, group)
+    def waits(self, group: Group) -> bool:
+        """Return whether all gradients of a reverse have to be there in its turn."""
+        return True
 
     def put(self, key: tuple[str, int], value: Any) -> Any:
         """Return a value, in the host's memory if it is kept there."""
@@ -186,19 +186,6 @@ class Straight(Interpreter):
             types = group.program.results[group.program.num_after :]
             return empty_stacks(types, group.stages, [])
         return stacks
-
-
-def _tied(gradients: Gradients, group: Group) -> Gradients:
-    """Return gradients that go on only when the parameters' are done.
-
-    The compiler may leave those, and all that they are made of, for the end, else: it
-    does where it hides copies to the host.
-    """
-    params = list(gradients.params)
-    params[group.number], flow, consts = lax.optimization_barrier(
-        (params[group.number], gradients.flow, gradients.consts)
-    )
-    return Gradients(flow, consts, params)
 
 
 def _moved(value: Any, space: Any) -> Any:

@@ -14,7 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxckpt.executor.actions import Action, ActionList, Advance, Drop, Keep, Load
+from jaxckpt.executor.actions import (
+    Action,
+    ActionList,
+    Advance,
+    Drop,
+    Keep,
+    Load,
+    Reverse,
+)
 from jaxckpt.executor.interpret import Held
 from jaxckpt.executor.layout import Group, Layout
 from jaxckpt.policy_algebra import Everything
@@ -79,25 +87,39 @@ class Round:
 class Places:
     """Which places of a group's stacks are free.
 
+    Every turn of a loop writes a state where one is kept in the loop, and a tape where
+    one is: what is not to be kept goes to a place that is free.
+
     Args:
-        states: How many states are kept at once, at most.
-        tapes: How many tapes.
+        actions: What concerns the group, with all of it on the device.
+
+    Attributes:
+        sizes: How many places the stacks of states and of tapes have.
     """
 
-    def __init__(self, states: int, tapes: int) -> None:
-        self.counts = (states, tapes)
-        self._free = (list(range(states)), list(range(tapes)))
+    def __init__(self, actions: Sequence[Action]) -> None:
+        most = _most_held(actions)
+        full = (
+            _runs_when_full(actions, False, most),
+            _runs_when_full(actions, True, most),
+        )
+        self.sizes = (most[0] + full[0], most[1] + full[1])
+        self._free = tuple(list(range(size)) for size in self.sizes)
 
     def take(self, is_tape: bool) -> InStack:
         """Return a free place."""
         return InStack(self._free[is_tape].pop(0), is_tape)
+
+    def spare(self, is_tape: bool) -> int:
+        """Return a place for what is not to be kept."""
+        return self._free[is_tape][0] if self._free[is_tape] else NONE
 
     def give_back(self, place: InStack) -> None:
         """Free a place."""
         self._free[place.is_tape].append(place.number)
 
 
-def table(rows: Sequence[Any]) -> Any:
+def columns(rows: Sequence[Any]) -> Any:
     """Return rows of numbers as one row of arrays."""
     return jax.tree.map(lambda *x: jnp.asarray(x), *rows)
 
@@ -105,24 +127,26 @@ def table(rows: Sequence[Any]) -> Any:
 def find_places(listed: ActionList, layout: Layout) -> dict[int, Places]:
     """Return the places that the groups need which can run in loops.
 
-    They are those of which all is kept on the device, states and whole tapes.
+    They are those of which states and whole tapes are kept on the device; what is kept
+    elsewhere goes straight there, between loops.
     """
     places = {}
     for group in layout.groups:
         own = [
-            a
-            for a in listed
-            if isinstance(a, (Keep, Drop)) and layout.group_of(a.index) is group
+            action
+            for found, part in parts_by_group(listed, layout)
+            for action in part
+            if found is group and getattr(action, "storage", "device") == "device"
         ]
         if group.looped and all(map(_fits_stack, own)):
-            places[group.number] = Places(*_most_held(own))
+            places[group.number] = Places(own)
     return places
 
 
 def parts_by_group(
     actions: Iterable[Action], layout: Layout
 ) -> Iterator[tuple[Group, list[Action]]]:
-    """Cut actions into parts that concern one group each."""
+    """Cut actions into parts that concern one group and, if they do, the host."""
 
     def single() -> Iterator[tuple[Group, Action]]:
         for action in actions:
@@ -136,26 +160,62 @@ def parts_by_group(
                 yield group, Advance(start, stop)
                 start = stop
 
-    for number, found in itertools.groupby(single(), key=lambda pair: pair[0].number):
+    def part(pair: tuple[Group, Action]) -> tuple[int, str]:
+        return pair[0].number, getattr(pair[1], "storage", "device")
+
+    for (number, _), found in itertools.groupby(single(), key=part):
         yield layout.groups[number], [action for _, action in found]
 
 
-def _fits_stack(action: Keep | Drop) -> bool:
-    whole = isinstance(action, Drop) or isinstance(action.policy, Everything | None)
-    return action.storage == "device" and whole
+def _fits_stack(action: Action) -> bool:
+    return not isinstance(action, Keep) or isinstance(action.policy, Everything | None)
 
 
-def _most_held(actions: Iterable[Keep | Drop]) -> tuple[int, int]:
-    """Return how many states and tapes are kept at once, at most."""
+def _held_before(
+    actions: Iterable[Action],
+) -> Iterator[tuple[Action, tuple[int, int]]]:
+    """Yield each action with the number of states and tapes that are kept before."""
     held: dict[int, bool] = {}
-    most = [0, 0]
     for action in actions:
-        if isinstance(action, Drop):
+        tapes = sum(held.values())
+        yield action, (len(held) - tapes, tapes)
+        if isinstance(action, Keep):
+            held[action.index] = action.policy is not None
+        elif isinstance(action, Drop):
             del held[action.index]
-            continue
-        held[action.index] = is_tape = action.policy is not None
-        most[is_tape] = max(most[is_tape], sum(x is is_tape for x in held.values()))
-    return most[0], most[1]
+
+
+def _most_held(actions: Iterable[Action]) -> tuple[int, int]:
+    """Return how many states and tapes are kept at once, at most."""
+    counts = [count for _, count in _held_before([*actions, Reverse(0)])]
+    return max(c[0] for c in counts), max(c[1] for c in counts)
+
+
+def _runs_when_full(actions: Iterable[Action], is_tape: bool, most: Any) -> bool:
+    """Return whether a step keeps no state (tape) while all places are in use.
+
+    A step stands for an advance or a keep.
+    """
+    return most[is_tape] > 0 and any(
+        isinstance(action, (Advance, Keep)) and held[is_tape] == most[is_tape]
+        for action, held in _held_before(actions)
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a part of a list does to equal stages.
+
+    Attributes:
+        steps: All steps.
+        rounds: The rounds that they make.
+        keeps: Whether any step keeps a state, and whether any keeps a tape. The others
+            name places that are free.
+    """
+
+    steps: Sequence[Step]
+    rounds: Sequence[Round]
+    keeps: tuple[bool, bool]
 
 
 class TableMaker:
@@ -174,6 +234,7 @@ class TableMaker:
         self._next = Step()
         self._tape = NONE
         self._start = 0
+        self._keeps = self._tapes = False
 
     def add(self, action: Action) -> None:
         """Add an action."""
@@ -189,12 +250,18 @@ class TableMaker:
         else:
             self._reverse(action.index)
 
-    def finish(self) -> tuple[list[Step], list[Round]]:
-        """Return all steps, and the rounds."""
+    def finish(self) -> Table:
+        """Return the table."""
         self._flush()
-        return self._steps, self._rounds
+        return Table(self._steps, self._rounds, (self._keeps, self._tapes))
 
     def _ends(self, step: Step) -> None:
+        self._keeps |= step.keep != NONE
+        self._tapes |= step.tape != NONE
+        if step.keep == NONE:
+            step = replace(step, keep=self._places.spare(is_tape=False))
+        if step.tape == NONE:
+            step = replace(step, tape=self._places.spare(is_tape=True))
         self._steps.append(step)
         self._next = Step()
 
