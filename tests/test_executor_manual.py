@@ -195,6 +195,10 @@ def reference(case):
     return cotangent, run(*arrays)
 
 
+def folder(storage, path):
+    return {"directory": path} if storage == "disk" else {}
+
+
 def check(case, **options):
     """Compare a chain's results and all its gradients with the composition's."""
     cotangent, (expected, d_params, d_rest) = reference(case)
@@ -225,7 +229,7 @@ def test_gradients_equal_those_of_the_composition(name):
 @pytest.mark.parametrize("storage", ["host", "disk"])
 @pytest.mark.parametrize("name", ["heterogeneous", "tokens", "dropout"])
 def test_gradients_are_the_same_from_another_storage(name, storage, tmp_path):
-    check(CASES[name](), storage=storage, directory=tmp_path)
+    check(CASES[name](), storage=storage, **folder(storage, tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -529,7 +533,7 @@ def test_a_gpt_trains_as_under_jit(options):
     for batch in gpt_batches():
         targets = batch[:, 1:]
         losses.append(chain.forward(batch[:, :-1], table=table, targets=targets))
-        states = apply_updates_in_backward(chain, None, optimizer, states)
+        states = apply_updates_in_backward(chain, optimizer, states)
         gradient = chain.shared_gradients["table"]
         updates, table_state = update(gradient, table_state)
         table = optax.apply_updates(table, updates)
@@ -551,7 +555,7 @@ def test_updates_hold_one_gradient_and_use_up_what_they_replace():
     first, before = chain.params[3]["w"], live_bytes()
     for _ in range(2):
         y = case.forward(chain)
-        states = apply_updates_in_backward(chain, jnp.ones_like(y), spy, states)
+        states = apply_updates_in_backward(chain, spy, states, jnp.ones_like(y))
     jax.effects_barrier()
     assert first.is_deleted()
     one = size(chain.params[0])
@@ -567,13 +571,13 @@ def test_updates_refuse_tied_parameters_integers_and_missing_states():
     chain = ManualCheckpoint([lambda p, x: x @ p] * 2, [w, w])
     chain.forward(inputs())
     with pytest.raises(WorkloadError, match="shared keyword") as error:
-        apply_updates_in_backward(chain, inputs(), optimizer, [None, None])
+        apply_updates_in_backward(chain, optimizer, [None, None], inputs())
     assert "`params[0]` and `params[1]`" in str(error.value)
     chain.params = [jnp.eye(WIDTH), jnp.arange(3)]
     with pytest.raises(WorkloadError, match=r"`params\[1\]` is `int32\[3\]`"):
-        apply_updates_in_backward(chain, inputs(), optimizer, [None, None])
+        apply_updates_in_backward(chain, optimizer, [None, None], inputs())
     with pytest.raises(WorkloadError, match="`states` has 1 items"):
-        apply_updates_in_backward(chain, inputs(), optimizer, [None])
+        apply_updates_in_backward(chain, optimizer, [None], inputs())
 
 
 # Files
@@ -630,7 +634,7 @@ def left_with(chain, y):
 @pytest.mark.parametrize("storage", ["device", "disk"])
 def test_a_pass_that_ends_early_frees_what_it_kept(leave, storage, tmp_path):
     case = plain()
-    chain = case.chain(storage=storage, directory=tmp_path)
+    chain = case.chain(storage=storage, **folder(storage, tmp_path))
     y = case.forward(chain)
     list(chain.backward(jnp.ones_like(y)))
     del y
@@ -867,3 +871,28 @@ def test_nnx_modules_bring_their_parameters():
     y = chain.forward(inputs())
     for number, gradient in chain.backward(jnp.ones_like(y)):
         chex.assert_trees_all_equal_shapes(gradient, chain.params[number])
+
+
+def test_arrays_that_an_update_would_use_up_twice_are_refused():
+    weights, optimizer = [jnp.ones((2, 2))] * 1, optax.adam(0.1)
+    stage = lambda w, x, *, t: jnp.sum(x @ w @ t)  # noqa: E731
+    chain = ManualCheckpoint([stage], weights)
+    chain.forward(jnp.ones((1, 2)), t=weights[0])
+    with pytest.raises(WorkloadError, match="A shared keyword and `params"):
+        apply_updates_in_backward(chain, optimizer, [optimizer.init(weights[0])])
+    state = optimizer.init(jnp.ones((2, 2)))
+    chain = ManualCheckpoint([lambda w, x: x @ w] * 2, [jnp.eye(2), jnp.ones((2, 2))])
+    y = chain.forward(jnp.ones((1, 2)))
+    with pytest.raises(WorkloadError, match="`states` holds one array twice"):
+        apply_updates_in_backward(chain, optimizer, [state, state], y)
+
+
+def test_inside_a_transformation_the_compiled_form_is_named():
+    chain = ManualCheckpoint([lambda w, x: x * w], [jnp.ones(())])
+    with pytest.raises(WorkloadError, match="Use `checkpoint_chain` there"):
+        jax.jit(chain.forward)(jnp.ones(3))
+
+
+def test_a_folder_without_anything_on_disk_is_refused(tmp_path):
+    with pytest.raises(ScheduleError, match="nothing is kept on disk"):
+        ManualCheckpoint([lambda w, x: x * w], [1.0], directory=tmp_path)

@@ -13,6 +13,7 @@ from flax import nnx
 from helpers_executor import random_actions
 
 from jaxckpt import ScheduleError, WorkloadError, _jax, executor
+from jaxckpt.policy import save_everything
 from jaxckpt.xla.compile import compile_for
 
 LISTS = {
@@ -140,6 +141,49 @@ def test_random_lists_run_in_loops(seed):
 
 def widened_in(weights, x):
     return x @ weights
+
+
+def test_a_tape_loaded_between_two_groups_is_the_one_that_is_reversed():
+    keep = [executor.Keep(i, policy=save_everything()) for i in range(4)]
+    load, drop, reverse = executor.Load, executor.Drop, executor.Reverse
+    actions = [*keep, executor.Keep(4), executor.Advance(4, 5), load(4), reverse(4)]
+    actions += [load(3), drop(4), drop(3), reverse(3)]
+    actions += [a for i in (2, 1, 0) for a in (load(i), drop(i), reverse(i))]
+    stages = [*[layer] * 4, lambda w, x: jnp.cos(x) * w]
+    weights = [*jax.random.normal(jax.random.key(0), (4, 4, 4)), jnp.ones(4)]
+    chain = executor.checkpoint_chain(stages, actions)
+    found, expected = (
+        gradients_of(fn, weights, jnp.ones((2, 4)))
+        for fn in (chain, functools.partial(composed, stages))
+    )
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("name", ["binomial", "mixed"])
+def test_random_keys_travel_in_the_state_of_loops(name, impl):
+    def stage(weights, state):
+        key, draw = jax.random.split(state["key"])
+        noise = jax.random.normal(draw, state["x"].shape)
+        return {"key": key, "x": jnp.sin(state["x"] @ weights + 0.1 * noise)}
+
+    weights = list(jax.random.normal(jax.random.key(0), (6, 3, 3)))
+    state = {"key": jax.random.key(1, impl=impl), "x": jnp.ones((2, 3))}
+    chain = executor.checkpoint_chain([stage] * 6, LISTS[name](6))
+    plain = functools.partial(composed, [stage] * 6)
+    found, expected = (
+        jax.jit(jax.grad(lambda w, fn=fn: jnp.sum(fn(w, state)["x"])))(weights)
+        for fn in (chain, plain)
+    )
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
+def test_host_slots_run_in_loops():
+    sizes = []
+    for steps in (24, 48):
+        actions = executor.two_level(steps, 2, 3, 2.0, 2.0)
+        sizes.append(_compiled_gradient(actions).as_text().count("\n"))
+    assert sizes[1] < 1.7 * sizes[0]
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -356,7 +400,7 @@ def _called(stages, params, x=None, **given):
             "`stages` is empty",
         ),
         (lambda: _called([layer, 3], _params(2)), WorkloadError, "stage 1 .*`int`"),
-        (lambda: _called([layer] * 2, _params(3)), WorkloadError, "3 trees.*2 stages"),
+        (lambda: _called([layer] * 2, _params(3)), WorkloadError, "3 trees.*2 entries"),
         (
             lambda: _called([layer] * 2, jnp.ones(2)),
             WorkloadError,
@@ -365,12 +409,12 @@ def _called(stages, params, x=None, **given):
         (
             lambda: _called([layer] * 2, [jnp.ones((4, 3)), jnp.ones((4, 4))]),
             WorkloadError,
-            r"stage 1 \(`layer`\) fails on what stage 0 returns, `float32\[2,3\]`",
+            r"stage 1 \(`layer`\) fails with what stage 0 returns, `float32\[2,3\]`",
         ),
         (
             lambda: _called([layer], _params(1), jnp.ones((2, 5))),
             WorkloadError,
-            "stage 0 .*fails on what the chain is given",
+            "stage 0 .*fails with the chain",
         ),
         (
             lambda: _called([layer], _params(1), mask=jnp.ones(2)),
@@ -402,6 +446,31 @@ def _called(stages, params, x=None, **given):
             r"stacked: `\[3, \.\.\.\]`",
         ),
         (lambda: executor.repeat(layer, 0), WorkloadError, "`times=0`"),
+        (
+            lambda: executor.checkpoint_chain(layer, executor.binomial(1, 1)),
+            WorkloadError,
+            "`stages` is of type `function`",
+        ),
+        (
+            lambda: _called([layer], _params(1), rng=3),
+            WorkloadError,
+            "`rng=3` is no random key",
+        ),
+        (
+            lambda: _called([functools.partial(dropped)], _params(1), scale=True),
+            WorkloadError,
+            "`scale=True` is no array. Bind",
+        ),
+        (
+            lambda: _called([dropped], _params(1), scale=jnp.ones(())),
+            WorkloadError,
+            r"and `scale`, no `rng` \(the chain got none\)",
+        ),
+        (
+            lambda: executor.checkpoint_chain([layer] * 4, [executor.Reverse(0)]),
+            ScheduleError,
+            "made for 1 stages, and the chain has 4",
+        ),
     ],
 )
 def test_wrong_input_gets_one_message(call, error, text):

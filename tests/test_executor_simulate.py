@@ -76,7 +76,7 @@ TO_FIRST = [*TO_LAST, Reverse(2), Load(0)]
         ([Keep(0), Keep(0)], "`keep 0`, is illegal: the device's slot of 0 is in use"),
         ([Keep(0, policy=ALL), Keep(0)], "`keep 0`, is illegal: it needs the state x0, "
                                          "and the working memory holds x1."),
-        (TO_LAST, "The list ends, and stages 0-2 are not reversed. Each of the 3"),
+        (TO_LAST, "The list ends, and stages 0-2 are not reversed. Each stage needs"),
         ([*TO_FIRST, Advance(0, 1), Reverse(1)],
          "The list ends, and stage 0 is not reversed."),
         ([*TO_LAST, Load(0), Reverse(0)], "`reverse 0`, is illegal: stage 2 is to be"),
@@ -96,9 +96,7 @@ TO_FIRST = [*TO_LAST, Reverse(2), Load(0)]
         ([Keep(0, policy=ALL), Load(0), Advance(0, 1)],
          "it needs the state x0, and the working memory holds the tape of stage 0."),
         ([Advance(0, 3), Keep(3)], "the chain's result is handed out, not kept."),
-        ([Keep(0, "gpu")], "`storage='gpu'` is not known."),
-        ([Keep(0), Load(0, "hots")], "`storage='hots'` is not known. Did you mean "
-                                     "`host`"),
+        ([*TO_FIRST, Reverse(1), Reverse(0)], "`reverse 1`, is illegal: it needs"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )  # fmt: skip
@@ -118,16 +116,44 @@ def test_more_than_the_slots_are_refused():
             "Action 2 of 6, `keep 1`, is illegal: all 1 slots of the device are in "
             "use, by [0]."
         )
-    with pytest.raises(ScheduleError, match="all 0 slots of the host"):
+    with pytest.raises(ScheduleError, match="no slots of the host"):
         simulate([Keep(0, "host")], steps=1, slots={"host": 0})
     with pytest.raises(ScheduleError, match="all 1 slots of the device"):
         simulate(ActionList(actions, 2, {"device": 1}))
 
 
 @pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Keep(0, "gpu"), "`storage='gpu'` is not known."),
+        (lambda: Load(0, "hots"), "`storage='hots'` is not known. Did you mean `host`"),
+        (lambda: Drop(-1), "`index=-1` is not a whole number of at least 0."),
+        (lambda: Advance(0, True), "`stop=True` is not a whole number"),
+    ],
+)
+def test_a_wrong_action_is_refused_when_it_is_made(make, text):
+    with pytest.raises(ScheduleError) as caught:
+        make()
+    assert text in str(caught.value)
+
+
+def test_nothing_is_reversed_after_the_last_stage():
+    with pytest.raises(ScheduleError, match="all stages are reversed already"):
+        simulate([Reverse(0), Reverse(0)])
+
+
+def test_slots_that_nothing_frees_are_counted():
+    actions = [Keep(0), Advance(0, 1), Reverse(1), Load(0), Reverse(0)]
+    assert simulate(actions).slots_left == 1
+    assert simulate([*actions, Drop(0)]).slots_left == 0
+
+
+@pytest.mark.parametrize(
     ("actions", "settings", "text"),
     [
         (ActionList([Reverse(0)], 1), {"steps": 2}, "is made for 1 stages"),
+        ([Reverse(0)], {"steps": 3}, "is made for 1 stages, and the chain has 3."),
+        ([Keep(0)], {"slots": 0}, "no slots of the device"),
         ([Reverse(0)], {"steps": 0}, "`steps=0` is not a whole number of at least 1."),
         ([Reverse(0)], {"steps": True}, "`steps=True` is not a whole number"),
         ([Reverse(0)], {"slots": -1}, "`slots['device']=-1` is not a whole number"),
@@ -146,9 +172,9 @@ def test_a_setting_that_is_none_is_refused(actions, settings, text):
     [
         (
             [Reverse(0), "drop 0"],
-            "Action 1, `'drop 0'`, is none. Use `Advance`",
+            "Item 1 of the list, `'drop 0'`, is no action. Use `Advance`",
         ),
-        ([Reverse], "Action 0, `<class"),
+        ([Reverse], "Item 0 of the list, `<class"),
         ("reverse 0", "`actions='reverse 0'` is no list of actions."),
         (3, "`actions=3` is no list of actions."),
     ],

@@ -49,6 +49,10 @@ class Advance:
     start: int
     stop: int
 
+    def __post_init__(self) -> None:
+        check_number(self.start, "start", least=0)
+        check_number(self.stop, "stop", least=0)
+
     def __str__(self) -> str:
         last = self.stop - 1
         return f"advance {self.start}" + (f"-{last}" if last > self.start else "")
@@ -76,6 +80,7 @@ class Keep:
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
+        _check_slot(self.index, self.storage)
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise ScheduleError(
                 f"`policy={self.policy!r}` of `Keep` is no jaxckpt policy. Build one "
@@ -107,6 +112,9 @@ class Load:
     index: int
     storage: str = "device"
 
+    def __post_init__(self) -> None:
+        _check_slot(self.index, self.storage)
+
     def __str__(self) -> str:
         return f"load {self.index}{_on(self.storage, 'from')}"
 
@@ -127,6 +135,9 @@ class Drop:
     index: int
     storage: str = "device"
 
+    def __post_init__(self) -> None:
+        _check_slot(self.index, self.storage)
+
     def __str__(self) -> str:
         return f"drop {self.index}{_on(self.storage)}"
 
@@ -144,6 +155,9 @@ class Reverse:
     """
 
     index: int
+
+    def __post_init__(self) -> None:
+        check_number(self.index, "index", least=0)
 
     def __str__(self) -> str:
         return f"reverse {self.index}"
@@ -178,7 +192,7 @@ class Costs:
             check_cost(getattr(self, name), name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ActionList(Sequence[Action]):
     """Actions for a chain, as the generators return them: a frozen sequence.
 
@@ -206,6 +220,10 @@ class ActionList(Sequence[Action]):
         check_number(self.steps, "steps", least=1)
         object.__setattr__(self, "slots", checked_slots(self.slots))
         check_costs(self.costs)
+
+    def __repr__(self) -> str:
+        slots = f", slots={dict(self.slots)}" if self.slots else ""
+        return f"<ActionList of {len(self)} actions, steps={self.steps}{slots}>"
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -243,6 +261,11 @@ class ActionList(Sequence[Action]):
     def __str__(self) -> str:
         text = ", ".join(map(str, self.actions))
         return "\n".join(textwrap.wrap(text, 80, break_on_hyphens=False))
+
+
+def _check_slot(index: int, storage: str) -> None:
+    check_number(index, "index", least=0)
+    check_storage(storage)
 
 
 def _end(action: Action) -> int | None:
@@ -295,13 +318,9 @@ def checked_actions(given: Any) -> tuple[Action, ...]:
     for number, action in enumerate(actions):
         if not isinstance(action, KINDS):
             raise ScheduleError(
-                f"Action {number}, `{action!r}`, is none. Use "
+                f"Item {number} of the list, `{action!r}`, is no action. Use "
                 f"{', '.join(f'`{kind.__name__}`' for kind in KINDS)}."
             )
-        for name in ("index", "start", "stop"):
-            if hasattr(action, name):
-                value = getattr(action, name)
-                check_number(value, f"{name} of action {number}", least=0)
     return actions
 
 
@@ -317,7 +336,8 @@ def checked_slots(given: Any) -> tuple[tuple[str, int], ...]:
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ScheduleError(
-                f"`slots={given!r}` is none. Give the device's number of slots, or "
+                f"`slots={given!r}` says of no storage how many slots it has. Give the "
+                "device's number of slots, or "
                 '`{"device": 2, "host": 4}`.'
             )
         check_storage(pair[0])
@@ -329,5 +349,6 @@ def check_costs(given: object) -> None:
     """Raise `ScheduleError` for what are no costs."""
     if not isinstance(given, Costs):
         raise ScheduleError(
-            f"`costs={given!r}` are none. Use `executor.Costs(write=2.0, read=2.0)`."
+            f"`costs={given!r}` is no `Costs`. Use `executor.Costs(write=2.0, "
+            "read=2.0)`."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from jaxckpt.errors import ScheduleError, did_you_mean
@@ -17,9 +18,10 @@ def check_storage(storage: object) -> None:
         raise ScheduleError(f"`storage={storage!r}` is not known. {hint}")
 
 
-def check_number(value: object, name: str, *, least: int) -> None:
+def check_number(value: Any, name: str, *, least: int) -> None:
     """Raise `ScheduleError` unless a value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_number or value < least:
         raise ScheduleError(
             f"`{name}={value!r}` is not a whole number of at least {least}."
         )

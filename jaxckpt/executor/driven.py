@@ -139,6 +139,11 @@ class DrivenRun(Interpreter):
         for store in self._stores.values():
             store.close()
 
+    @property
+    def shared_arrays(self) -> Flat:
+        """What stages share: keywords, and arrays that they close over."""
+        return self._consts
+
     def wrt(self, index: int) -> tuple[bool, ...]:
         """Return which parameters of a stage are differentiated."""
         program = self.programs.chain.programs[index]

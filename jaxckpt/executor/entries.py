@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,13 +59,15 @@ def repeat(stage: Any, times: int) -> Repeat:
 
 def as_links(stages: Any) -> tuple[list[int | None], list[Stage]]:
     """Return how often each entry stands (None for a single stage), and all stages."""
-    plain = isinstance(stages, Sequence) and not isinstance(stages, str)
-    entries = list(stages) if plain else stages
+    is_list = isinstance(stages, Sequence) and not isinstance(stages, str)
+    entries = list(stages) if is_list else as_stages(stages)
     repeats = [e.times if isinstance(e, Repeat) else None for e in entries]
     forms = as_stages([e.stage if isinstance(e, Repeat) else e for e in entries])
     links: list[Stage] = []
     for form, times in zip(forms, repeats, strict=True):
-        links += [form] * (times or 1)
+        name = form.label[form.label.index("(") :]
+        for _ in range(times or 1):
+            links.append(replace(form, label=f"stage {len(links)} {name}"))
     return repeats, links
 
 
@@ -75,8 +77,9 @@ def check_params(params: Any, repeats: Repeats) -> None:
         count = len(params) if isinstance(params, (list, tuple)) else None
         given = f"{count} trees" if count is not None else f"`{type(params).__name__}`"
         raise WorkloadError(
-            f"`params` is {given}, and the chain has {len(repeats)} stages. Give a "
-            "list with one tree of parameters for each (None where it has none)."
+            f"`params` is {given}, and the chain is made of {len(repeats)} entries. "
+            "Give a list with one tree of parameters for each: None where it has none, "
+            "a stack for a `repeat`, `nnx.state(module, nnx.Param)` for an nnx Module."
         )
     for number, (own, times) in enumerate(zip(params, repeats, strict=True)):
         leaves = jax.tree.leaves(own) if times is not None else []

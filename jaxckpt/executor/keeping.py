@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from jaxckpt.errors import ScheduleError
@@ -86,9 +87,9 @@ def _rule(keep: Any, steps: int) -> Schedule:
         return keep
     if isinstance(keep, str):
         return parse_schedule(keep)
-    if isinstance(keep, int):
+    if isinstance(keep, Integral):
         check_number(keep, "keep", least=1)
-        return _segments(list(range(0, steps, keep)), steps)
+        return _segments(list(range(0, steps, int(keep))), steps)
     if isinstance(keep, Iterable):
         return _segments(list(keep), steps)
     raise ScheduleError(
@@ -104,12 +105,12 @@ def _segments(stages: list[Any], steps: int) -> Schedule:
     run again, it would leave as many.
     """
     for stage in stages:
-        is_number = isinstance(stage, int) and not isinstance(stage, bool)
-        if not is_number or not 0 <= stage < steps:
+        is_number = isinstance(stage, Integral) and not isinstance(stage, bool)
+        if not is_number or int(stage) not in range(steps):
             raise ScheduleError(
                 f"`keep={stages!r}` has `{stage!r}`, which is no stage. Use numbers "
                 f"from 0 to {steps - 1}."
             )
-    bounds = [*sorted({0, *stages}), steps]
+    bounds = [*sorted({0, *map(int, stages)}), steps]
     *before, last = [KeepAll(b - a) for a, b in itertools.pairwise(bounds)]
     return tree(*map(Segment, before), last)

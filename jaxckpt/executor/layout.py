@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +66,11 @@ class Layout:
 
     def group_of(self, stage: int) -> Group:
         """Return the group of a stage; the last one's for the state behind it."""
-        behind = (g for g in self.groups if stage < g.stop)
-        return next(behind, self.groups[-1])
+        return self._groups_of[min(stage, len(self._groups_of) - 1)]
+
+    @functools.cached_property
+    def _groups_of(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups for _ in range(group.stages))
 
     def tape(self, group: Group, policy: Policy | None = None) -> Tape:
         """Return the tape of a group's stages."""
@@ -135,14 +139,22 @@ def empty_stacks(types: Sequence[Any], count: int, flow: Sequence[Any]) -> Flat:
     As `layers_backward` makes those of gradients, and for the same reason: what depends
     on nothing is made when the program begins.
     """
-    number = next((x.ravel()[0].real for x in flow if x.size), jnp.zeros(()))
-    return [_filled(t, count, number) for t in types]
+    return [_filled(t, count, flow) for t in types]
 
 
-def _filled(aval: Any, count: int, number: Any) -> Any:
+def _filled(aval: Any, count: int, flow: Sequence[Any]) -> Any:
+    shape = (count, *aval.shape)
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-        return jnp.broadcast_to(jax.random.key(0), (count, *aval.shape))
-    return jnp.broadcast_to(number.astype(aval.dtype), (count, *aval.shape))
+        keys = (x.ravel()[0] for x in flow if x.dtype == aval.dtype and x.size)
+        return jnp.broadcast_to(next(keys, jax.random.key(0)), shape)
+    numbers = (x.ravel()[0].real for x in flow if _has_number(x))
+    number = next(numbers, jnp.zeros(()))
+    return jnp.broadcast_to(number.astype(aval.dtype), shape)
+
+
+def _has_number(x: Any) -> bool:
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return not is_key and x.size > 0 and not _jax.typed_by_mesh(jax.typeof(x))
 
 
 @jax.tree_util.register_dataclass

@@ -23,6 +23,7 @@ from jaxckpt.executor.actions import (
     ActionList,
     Advance,
     Keep,
+    Load,
     Reverse,
 )
 from jaxckpt.executor.interpret import KeptTape
@@ -128,8 +129,11 @@ class Looped(Straight):
 
     def _run_part(self, group: Group, part: Sequence[Action]) -> None:
         if self.tape is not None:
-            super().run(part[:1])
-            part = part[1:]
+            # What a loaded tape is for is not in the table.
+            ends = [i for i, a in enumerate(part, 1) if isinstance(a, (Reverse, Load))]
+            end = ends[0] if ends else len(part)
+            super().run(part[:end])
+            part = part[end:]
         ends = [i for i, a in enumerate(part, 1) if isinstance(a, Reverse)]
         end = ends[-1] if len(ends) > 1 else 0
         if end:
@@ -204,15 +208,20 @@ class Looped(Straight):
         return replace(self.gradients, params=params)
 
     def _working(self, group: Group) -> Flat:
+        """Return the working state; anything, where the first step loads one."""
         if self.state is not None:
             return self.state
-        return [x[0] for x in empty_stacks(group.program.state, 1, [])]
+        states = self._stacks(group).states
+        flow = self.gradients.flow if self.gradients is not None else []
+        if all(x.shape[0] for x in states):
+            return [x[0] for x in states]
+        return [x[0] for x in empty_stacks(group.program.state, 1, flow)]
 
     def _stacks(self, group: Group) -> Stacks:
         """Return the stacks of a group, made when something is kept at first."""
         if group.number not in self.stacks:
             states, tapes = self.places[group.number].sizes
-            flow = self.state or []
+            flow = self.state or (self.gradients.flow if self.gradients else [])
             types = self.layout.tape(group).kept_types if tapes else []
             self.stacks[group.number] = Stacks(
                 empty_stacks(group.program.state, states, flow),

@@ -10,16 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxckpt import _jax
-from jaxckpt.errors import WorkloadError
+from jaxckpt.errors import ScheduleError, WorkloadError
 from jaxckpt.executor.actions import Reverse
 from jaxckpt.executor.compiled import ChainPrograms
 from jaxckpt.executor.cotangents import given_cotangents
 from jaxckpt.executor.driven import DrivenRun
 from jaxckpt.executor.keeping import kept_actions
 from jaxckpt.executor.program import trace_chain
-from jaxckpt.executor.stage import Stage, as_stages, check_shared
+from jaxckpt.executor.stage import Stage, as_stages, check_key, check_shared
 from jaxckpt.executor.storage import check_directory
 from jaxckpt.graph.gradient import abstract, is_inexact_type
 from jaxckpt.layers_backward import spread
@@ -90,14 +91,18 @@ class ManualCheckpoint:
         self._stages = as_stages(stages)
         self.actions = kept_actions(keep, len(self._stages), storage)
         check_directory(directory)
+        on_disk = any(getattr(a, "storage", None) == "disk" for a in self.actions)
+        if directory is not None and not on_disk:
+            raise ScheduleError(
+                f"`directory={str(directory)!r}`, and nothing is kept on disk. Leave "
+                'it out, or use `storage="disk"`.'
+            )
         self._directory = directory
         self._has_aux = has_aux
         self.params = _checked_params(self._stages, params)
         self._moves = any(
             getattr(action, "storage", "device") != "device" for action in self.actions
         )
-        if self._moves:
-            self.params = jax.tree.map(_committed, self.params)
         self._programs: dict[Any, ChainPrograms] = {}
         self._pass: tuple[DrivenRun, _Trees] | None = None
         self._finalizer: Any = None
@@ -118,12 +123,15 @@ class ManualCheckpoint:
         """
         self.close()
         self._ended = None
+        _refuse_tracers((x, shared, rng))
+        _checked_params(self._stages, self.params)
         check_shared(self._stages, shared)
+        check_key(rng)
         x, shared = jax.tree.map(strong, (x, dict(sorted(shared.items()))))
-        if self._moves:
+        if self._moves and len(_devices((x, self.params))) == 1:
             # What comes back from a storage is bound to its device. Where other arrays
             # were not, each program would be compiled twice.
-            x = jax.tree.map(_committed, x)
+            x, self.params = jax.tree.map(_committed, (x, self.params))
         run, trees = self._begin(x, rng, shared)
         self._pass, self._finalizer = (run, trees), weakref.finalize(self, run.close)
         del x
@@ -175,6 +183,10 @@ class ManualCheckpoint:
         A keyword without floating arrays has none.
         """
         return self._finished()[1]
+
+    def shared_arrays(self) -> list[Any]:
+        """Return what several stages read in the pass that has begun."""
+        return [] if self._pass is None else self._pass[0].shared_arrays
 
     def close(self) -> None:
         """Free what the forward pass kept, files too."""
@@ -310,6 +322,19 @@ def _checked_params(stages: Sequence[Stage], params: Any) -> list[PyTree]:
             "Give one for each stage; `{}` for one without parameters."
         )
     return list(params)
+
+
+def _refuse_tracers(given: PyTree) -> None:
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        raise WorkloadError(
+            "A `ManualCheckpoint` runs from the host, and was called inside `jax.jit`, "
+            "`jax.grad` or the like. Use `checkpoint_chain` there."
+        )
+
+
+def _devices(given: PyTree) -> set[Any]:
+    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, jax.Array)]
+    return {device for x in arrays for device in x.devices()}
 
 
 def _committed(leaf: Any) -> Any:

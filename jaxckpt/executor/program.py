@@ -11,7 +11,7 @@ from flax.errors import FlaxError
 
 from jaxckpt import _jax
 from jaxckpt.errors import WorkloadError
-from jaxckpt.executor.stage import Stage, stage_key
+from jaxckpt.executor.stage import Stage, identity, stage_key
 from jaxckpt.graph.gradient import abstract, is_inexact_type
 from jaxckpt.graph.structure import structure_key
 from jaxckpt.layers_body import Flat, as_arrays, strong
@@ -21,6 +21,7 @@ from jaxckpt.policy_algebra import Everything
 from jaxckpt.remat import refuse_callbacks, remat_jaxpr
 
 PyTree = Any
+_USERS_ERRORS = (TypeError, ValueError, AttributeError, LookupError, FlaxError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +190,7 @@ class _Tracer:
         """Return a stage's program, and the structure of the state behind it."""
         leaves, params_tree = jax.tree.flatten(params)
         types = tuple(map(jax.typeof, [*state, *leaves]))
-        key = stage.fn, stage.names, params_tree, tree, types
+        key = identity(stage.fn), stage.names, params_tree, tree, types
         if key not in self._traced:
             self._traced[key] = self._trace(stage, params, state, tree, number)
         return self._traced[key]
@@ -234,15 +235,24 @@ class _Tracer:
     ) -> Any:
         try:
             return jax.make_jaxpr(flat)(*map(abstract, inputs))
-        except (TypeError, ValueError, FlaxError) as error:
+        except _USERS_ERRORS as error:
             if isinstance(error, WorkloadError):
                 raise
             types = tree.unflatten([jax.typeof(s).str_short() for s in state])
-            giver = f"stage {number - 1} returns" if number else "the chain is given"
+            giver = f"what stage {number - 1} returns" if number else "the chain's x"
             raise WorkloadError(
-                f"{stage.label} fails on what {giver}, `{types}`: "
+                f"{stage.label} fails with {giver}, `{types}`{self._keywords(stage)}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+
+    def _keywords(self, stage: Stage) -> str:
+        """Return what a stage gets by keyword, as text."""
+        names = [f"`{name}`" for name in self._shared if stage.takes(name)]
+        if self.rng is not None and stage.takes("rng"):
+            names.append("`rng`")
+        elif stage.names is not None and stage.takes("rng"):
+            names.append("no `rng` (the chain got none)")
+        return f", and {', '.join(names)}" if names else ""
 
     def _const(self, array: Any) -> int:
         """Return the position of a shared array; one given twice is there once."""
@@ -264,7 +274,7 @@ def _pair(result: Any, stage: Stage, has_aux: bool) -> tuple[PyTree, PyTree]:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
         raise WorkloadError(
-            f"{stage.label} returned `{type(result).__name__}`. With `has_aux=True` "
-            "each stage returns a pair: the next state, and its auxiliary output."
+            f"{stage.label} returned no pair. With `has_aux=True` each stage returns "
+            "two things: the next state, and its auxiliary output (which may be None)."
         )
     return result

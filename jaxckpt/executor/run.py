@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxckpt import _jax
-from jaxckpt.errors import ScheduleError
-from jaxckpt.executor.actions import Action, ActionList, Keep, as_actions
+from jaxckpt.errors import ScheduleError, WorkloadError
+from jaxckpt.executor.actions import ActionList, Keep, as_actions
 from jaxckpt.executor.entries import (
     as_groups,
     as_links,
@@ -21,24 +21,28 @@ from jaxckpt.executor.entries import (
     group_params,
     stage_params,
 )
+from jaxckpt.executor.from_schedule import actions_from
 from jaxckpt.executor.interpret import Held
 from jaxckpt.executor.layout import Arrays, Gradients, Layout
 from jaxckpt.executor.loops import InStack, Looped
 from jaxckpt.executor.program import trace_chain
 from jaxckpt.executor.simulate import simulate
-from jaxckpt.executor.stage import check_shared
+from jaxckpt.executor.stage import check_key, check_shared
 from jaxckpt.executor.straight import Straight
 from jaxckpt.graph.gradient import is_inexact_type
 from jaxckpt.layers_backward import spread
 from jaxckpt.layers_body import Flat, strong
 from jaxckpt.layers_explicit import instantiated, is_zero, perturbed
+from jaxckpt.plan import Plan
+from jaxckpt.policy import Policy
+from jaxckpt.schedule import Schedule
 
 PyTree = Any
 
 
 def checkpoint_chain(
     stages: Any,
-    actions: Iterable[Action],
+    actions: Any,
     *,
     has_aux: bool = False,
     scan: bool = True,
@@ -57,8 +61,9 @@ def checkpoint_chain(
             arrays that several stages share, which get gradients too, as do arrays
             that a stage closes over.
         actions: An `ActionList`, or any sequence of actions, that `simulate` accepts
-            for the number of stages. A state kept on `"host"` is moved to the host's
-            memory, where the backend has one.
+            for the number of stages; or what `actions_from` makes one of, such as
+            `"every(4)"`. A state kept on `"host"` is moved to the host's memory, where
+            the backend has one.
         has_aux: Whether each stage returns `(y, aux)`.
         scan: Whether equal stages run in loops, so that the program's size does not
             depend on their number; else they stand one after another, once for each
@@ -85,17 +90,23 @@ def checkpoint_chain(
         (10, (4, 4))
     """
     repeats, links = as_links(stages)
+    if isinstance(actions, (str, Schedule, Plan, Policy)):
+        actions = actions_from(actions, len(links))
+    simulate(actions, steps=len(links))
     listed = as_actions(actions, len(links))
-    simulate(listed, steps=len(links))
     _refuse_disk(listed)
 
     def chain(params: Any, x: PyTree, *, rng: Any = None, **shared: PyTree) -> Any:
         check_params(params, repeats)
         check_shared(links, shared)
+        check_key(rng)
         strong_params, shared = jax.tree.map(strong, (list(params), shared))
         own = stage_params(strong_params, repeats)
         traced = trace_chain(links, own, x, rng, shared, has_aux=has_aux)
-        layout = Layout(traced, as_groups(traced, repeats, scan))
+        given = jax.tree.leaves((strong_params, traced.state, traced.consts))
+        loops = scan and not any(_jax.typed_by_mesh(jax.typeof(v)) for v in given)
+        _refuse_varying(given)
+        layout = Layout(traced, as_groups(traced, repeats, loops))
         stacked = group_params(layout, strong_params, repeats)
         result, aux = _differentiable(layout, listed)(
             Arrays(traced.consts, stacked, rng), traced.state
@@ -113,6 +124,16 @@ def _refuse_disk(actions: ActionList) -> None:
                 f"Action {number}, `{action}`: a compiled program cannot write to "
                 "disk. Use `ManualCheckpoint`, or keep it on the host."
             )
+
+
+def _refuse_varying(given: Sequence[Any]) -> None:
+    varies = any(_jax.varies_over_mesh(jax.typeof(x)) for x in given)
+    if varies and _jax.version() < (0, 12):
+        raise WorkloadError(
+            "A chain inside `jax.shard_map` needs jax 0.12 or newer, or "
+            "`check_vma=False`: before, JAX changes the types of what a derivative "
+            "rule is given."
+        )
 
 
 def _differentiable(layout: Layout, listed: ActionList) -> Callable[..., Any]:

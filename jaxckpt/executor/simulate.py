@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxckpt.errors import ScheduleError
 from jaxckpt.executor.actions import (
@@ -22,7 +23,7 @@ from jaxckpt.executor.actions import (
     check_costs,
     checked_slots,
 )
-from jaxckpt.executor.checks import STORAGES, check_number, check_storage
+from jaxckpt.executor.checks import STORAGES, check_number
 from jaxckpt.policy import Policy
 from jaxckpt.policy_algebra import Everything
 
@@ -38,6 +39,8 @@ class Record:
         forwards_of: The same for each stage.
         peak_slots: The most slots of the device in use at once.
         peak_slots_in: The same for each storage.
+        slots_left: How many slots are still in use at the end, of all storages: no
+            `Drop` has freed them.
         writes: Number of `Keep`s on the host or on disk.
         reads: Number of `Load`s from there.
         cost: The sum of the costs of all actions.
@@ -48,6 +51,7 @@ class Record:
     forwards_of: tuple[int, ...]
     peak_slots: int
     peak_slots_in: Mapping[str, int]
+    slots_left: int
     writes: int
     reads: int
     cost: float
@@ -84,21 +88,41 @@ def simulate(
     check_costs(costs)
     if steps is not None:
         check_number(steps, "steps", least=1)
-        if steps != given.steps:
-            raise ScheduleError(
-                f"The list is made for {given.steps} stages, and the chain has "
-                f"{steps}. Make it for the chain's depth."
-            )
-    machine = Machine(given.steps, _limits(given, slots))
-    for number, action in enumerate(given):
+        _check_depth(actions, given, steps)
+    machine = Machine(given.steps, dict(_slots_of(given, slots)))
+    _run_all(machine, given)
+    return machine.record(costs)
+
+
+def _slots_of(given: ActionList, slots: Any) -> tuple[tuple[str, int], ...]:
+    return given.slots if slots is None else checked_slots(slots)
+
+
+def _run_all(machine: Machine, actions: ActionList) -> None:
+    for number, action in enumerate(actions):
         try:
             machine.run(action)
         except ScheduleError as error:
             raise ScheduleError(
-                f"Action {number} of {len(given)}, `{action}`, is illegal: {error}"
+                f"Action {number} of {len(actions)}, `{action}`, is illegal: {error}"
             ) from None
     machine.finish()
-    return machine.record(costs)
+
+
+def _check_depth(actions: Iterable[Action], given: ActionList, steps: int) -> None:
+    """Raise `ScheduleError` for a list that is made for another number of stages."""
+    made_for = given.steps
+    if not isinstance(actions, ActionList):
+        made_for = as_actions(given.actions).steps
+        try:
+            _run_all(Machine(made_for), given)
+        except ScheduleError:
+            return  # it is illegal for any number
+    if made_for != steps:
+        raise ScheduleError(
+            f"The list is made for {made_for} stages, and the chain has {steps}. Make "
+            "it for the chain's depth."
+        )
 
 
 @dataclass
@@ -154,8 +178,8 @@ class Machine:
         if self.left:
             stages = f"stages 0-{self.left - 1} are" if self.left > 1 else "stage 0 is"
             raise ScheduleError(
-                f"The list ends, and {stages} not reversed. Each of the {self.steps} "
-                "stages needs its `Reverse`."
+                f"The list ends, and {stages} not reversed. Each stage needs its "
+                "`Reverse`, from the last to the first."
             )
 
     def record(self, costs: Costs) -> Record:
@@ -169,6 +193,7 @@ class Machine:
             forwards_of=tuple(self._forwards),
             peak_slots=self._peaks["device"],
             peak_slots_in=dict(self._peaks),
+            slots_left=sum(map(len, self.held.values())),
             writes=self._writes,
             reads=self._reads,
             cost=cost,
@@ -185,7 +210,6 @@ class Machine:
         self.state = stop
 
     def _keep(self, action: Keep) -> None:
-        check_storage(action.storage)
         self._needs_state(action.index)
         if action.index == self.steps:
             raise ScheduleError("the chain's result is handed out, not kept.")
@@ -197,6 +221,8 @@ class Machine:
             raise ScheduleError(
                 f"all {limit} slots of the {action.storage} are in use, by "
                 f"{sorted(slots)}."
+                if limit
+                else f"there are no slots of the {action.storage}."
             )
         if action.policy is not None:
             self._advance(action.index, action.index + 1)
@@ -214,8 +240,9 @@ class Machine:
 
     def _reverse(self, index: int) -> None:
         if index != self.left - 1:
-            due = f"stage {self.left - 1} is" if self.left else "none is"
-            raise ScheduleError(f"{due} to be reversed next.")
+            if not self.left:
+                raise ScheduleError("all stages are reversed already.")
+            raise ScheduleError(f"stage {self.left - 1} is to be reversed next.")
         if self.tape != index:
             if self.state != index:
                 raise ScheduleError(
@@ -236,7 +263,6 @@ class Machine:
             )
 
     def _held(self, action: Load | Drop) -> Policy | None:
-        check_storage(action.storage)
         slots = self.held[action.storage]
         if action.index not in slots:
             raise ScheduleError(
@@ -253,9 +279,3 @@ class Machine:
 
 def _slot(action: Keep | Load | Drop) -> str:
     return f"the {action.storage}'s slot of {action.index}"
-
-
-def _limits(
-    actions: ActionList, slots: int | Mapping[str, int] | None
-) -> Mapping[str, int]:
-    return dict(actions.slots if slots is None else checked_slots(slots))

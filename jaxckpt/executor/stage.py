@@ -70,14 +70,32 @@ def as_stages(targets: Any) -> list[Stage]:
 
 
 def check_shared(stages: Sequence[Stage], shared: Mapping[str, PyTree]) -> None:
-    """Raise `WorkloadError` for shared arrays that no stage takes."""
-    for name in shared:
+    """Raise `WorkloadError` for keywords that no stage takes, or that are no arrays."""
+    for name, given in shared.items():
+        flags = [x for x in jax.tree.leaves(given) if isinstance(x, (bool, str))]
+        if flags or callable(given):
+            raise WorkloadError(
+                f"`{name}={given!r}` is no array. Bind what is none to the stage, by "
+                f"`functools.partial(stage, {name}=...)`."
+            )
         if not any(stage.takes(name) for stage in stages):
             known = sorted({n for s in stages for n in s.names or ()} - {"rng"})
             raise WorkloadError(
                 f"`{name}` is a keyword of no stage. Stages take "
                 f"{', '.join(f'`{n}`' for n in known) or 'none'}."
             )
+
+
+def check_key(rng: Any) -> None:
+    """Raise `WorkloadError` for what is no random key."""
+    if rng is None:
+        return
+    dtype = getattr(rng, "dtype", None)
+    is_key = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (is_key and rng.shape == ()) and not (dtype == "uint32" and rng.ndim == 1):
+        raise WorkloadError(
+            f"`rng={rng!r}` is no random key. Use `jax.random.key(seed)`."
+        )
 
 
 def stage_key(rng: Any, index: Any) -> Any:
@@ -91,7 +109,11 @@ def _as_stage(target: Any, number: int) -> Stage:
     if isinstance(target, Stage):
         return target
     if isinstance(target, nn.Module):
-        return Stage(_linen_call(target), _keywords(type(target).__call__, 2), label)
+        try:
+            fn = _shared_linen_call(target)
+        except TypeError:  # it holds an array
+            fn = _linen_call(target)
+        return Stage(fn, _keywords(type(target).__call__, 2), label)
     if isinstance(target, nnx.Module):
         fn, params = _nnx_call(target)
         return Stage(fn, _keywords(type(target).__call__, 2), label, params)
@@ -120,13 +142,24 @@ def _is_module_call(fn: Callable[..., Any]) -> bool:
     return getattr(fn, "__name__", "") == "__call__"
 
 
-@functools.lru_cache(maxsize=256)
+def identity(fn: Any) -> Any:
+    """Return what tells a function from others: itself, or its number."""
+    try:
+        hash(fn)
+    except TypeError:
+        return id(fn)
+    return fn
+
+
 def _linen_call(module: nn.Module) -> Callable[..., Any]:
     def call(params: PyTree, x: PyTree, *, rng: Any = None, **given: Any) -> Any:
         rngs = None if rng is None else {"params": rng, "dropout": rng}
         return module.apply({"params": params}, x, rngs=rngs, **given)
 
     return call
+
+
+_shared_linen_call = functools.lru_cache(maxsize=256)(_linen_call)
 
 
 def _nnx_call(module: nnx.Module) -> tuple[Callable[..., Any], PyTree]:

@@ -130,17 +130,14 @@ def find_places(listed: ActionList, layout: Layout) -> dict[int, Places]:
     They are those of which states and whole tapes are kept on the device; what is kept
     elsewhere goes straight there, between loops.
     """
-    places = {}
-    for group in layout.groups:
-        own = [
-            action
-            for found, part in parts_by_group(listed, layout)
-            for action in part
-            if found is group and getattr(action, "storage", "device") == "device"
-        ]
-        if group.looped and all(map(_fits_stack, own)):
-            places[group.number] = Places(own)
-    return places
+    own: dict[int, list[Action]] = {g.number: [] for g in layout.groups if g.looped}
+    if not own:
+        return {}
+    for group, part in parts_by_group(listed, layout):
+        if group.looped:
+            here = (a for a in part if getattr(a, "storage", "device") == "device")
+            own[group.number] += here
+    return {n: Places(part) for n, part in own.items() if all(map(_fits_stack, part))}
 
 
 def parts_by_group(

@@ -18,9 +18,9 @@ PyTree = Any
 
 def apply_updates_in_backward(
     chain: ManualCheckpoint,
-    cotangent: PyTree,
     optimizer: optax.GradientTransformation,
     states: Sequence[PyTree],
+    cotangent: PyTree = None,
     *,
     aux_cotangents: Sequence[PyTree] | None = None,
 ) -> list[PyTree]:
@@ -35,9 +35,9 @@ def apply_updates_in_backward(
 
     Args:
         chain: After its `forward`.
-        cotangent: As for `chain.backward`.
         optimizer: Turns gradients into updates.
         states: `[optimizer.init(p) for p in chain.params]`, or what this returned.
+        cotangent: As for `chain.backward`: None where `forward` returned a scalar.
         aux_cotangents: As for `chain.backward`.
 
     Returns:
@@ -53,7 +53,7 @@ def apply_updates_in_backward(
         >>> optimizer = optax.sgd(0.5)
         >>> states = [optimizer.init(p) for p in chain.params]
         >>> loss = chain.forward(jnp.ones(()))
-        >>> states = apply_updates_in_backward(chain, None, optimizer, states)
+        >>> states = apply_updates_in_backward(chain, optimizer, states)
         >>> [float(p) for p in chain.params]
         [0.0, 1.5]
     """
@@ -84,7 +84,7 @@ def _check(chain: ManualCheckpoint, states: Sequence[PyTree]) -> None:
             f"`states` has {len(states)} items, and the chain {len(chain.params)} "
             "stages. Use `[optimizer.init(p) for p in chain.params]`."
         )
-    places: dict[int, str] = {}
+    places = {id(const): "A shared keyword" for const in chain.shared_arrays()}
     for stage, tree in enumerate(chain.params):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = f"`params[{stage}]{jax.tree_util.keystr(path)}`"
@@ -96,7 +96,13 @@ def _check(chain: ManualCheckpoint, states: Sequence[PyTree]) -> None:
             other = places.setdefault(id(leaf), name)
             if other != name and isinstance(leaf, jax.Array):
                 raise WorkloadError(
-                    f"{other} and {name} are one array, which two updates would "
-                    "change. Hand it to `forward` as a shared keyword, and apply its "
-                    "part of `chain.shared_gradients` once."
+                    f"{other} and {name} are one array, and an update uses it up. Hand "
+                    "it to `forward` as a shared keyword alone, and apply its part of "
+                    "`chain.shared_gradients` once."
                 )
+    arrays = [x for x in jax.tree.leaves(states) if isinstance(x, jax.Array)]
+    if len({id(x) for x in arrays}) < len(arrays):
+        raise WorkloadError(
+            "`states` holds one array twice, and an update uses it up. Use "
+            "`[optimizer.init(p) for p in chain.params]`."
+        )
