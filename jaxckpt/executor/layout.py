@@ -144,7 +144,7 @@ def empty_stacks(types: Sequence[Any], count: int, flow: Sequence[Any]) -> Flat:
 
 def _filled(aval: Any, count: int, flow: Sequence[Any]) -> Any:
     shape = (count, *aval.shape)
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+    if is_key(aval):
         keys = (x.ravel()[0] for x in flow if x.dtype == aval.dtype and x.size)
         return jnp.broadcast_to(next(keys, jax.random.key(0)), shape)
     numbers = (x.ravel()[0].real for x in flow if _has_number(x))
@@ -153,8 +153,12 @@ def _filled(aval: Any, count: int, flow: Sequence[Any]) -> Any:
 
 
 def _has_number(x: Any) -> bool:
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-    return not is_key and x.size > 0 and not _jax.typed_by_mesh(jax.typeof(x))
+    return not is_key(x) and x.size > 0 and not _jax.typed_by_mesh(jax.typeof(x))
+
+
+def is_key(x: Any) -> bool:
+    """Return whether an array, or a type, is of random keys."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 @jax.tree_util.register_dataclass

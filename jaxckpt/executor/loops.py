@@ -37,6 +37,7 @@ from jaxckpt.executor.layout import (
     aux_of,
     empty_stacks,
     gradient_stacks,
+    is_key,
     reversed_stage,
     with_element,
 )
@@ -211,11 +212,9 @@ class Looped(Straight):
         """Return the working state; anything, where the first step loads one."""
         if self.state is not None:
             return self.state
-        states = self._stacks(group).states
-        flow = self.gradients.flow if self.gradients is not None else []
-        if all(x.shape[0] for x in states):
-            return [x[0] for x in states]
-        return [x[0] for x in empty_stacks(group.program.state, 1, flow)]
+        # Keys come from the stacks, of their own kind; zeros take no memory.
+        keys = [x[0] for x in self._stacks(group).states if x.shape[0] and is_key(x)]
+        return [x[0] for x in empty_stacks(group.program.state, 1, keys)]
 
     def _stacks(self, group: Group) -> Stacks:
         """Return the stacks of a group, made when something is kept at first."""

@@ -23,6 +23,7 @@ from jaxckpt.executor.layout import (
     StageArrays,
     aux_of,
     empty_stacks,
+    is_key,
     reversed_stage,
     with_element,
 )
@@ -190,7 +191,6 @@ class Straight(Interpreter):
 
 def _moved(value: Any, space: Any) -> Any:
     def move(x: Any) -> Any:
-        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-        return x if is_key else jax.device_put(x, space)
+        return x if is_key(x) else jax.device_put(x, space)
 
     return jax.tree.map(move, value)
