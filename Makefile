@@ -18,7 +18,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q --numprocesses=2 --durations=10
 
 # What a new Python or JAX is likely to break, without whole models and absent GPUs.
-SLOWER := gpt attention cli training_loop benchmarks vit moe exact rewrite_foreign
+SLOWER := gpt attention cli training_loop benchmarks vit moe exact rewrite_foreign executor_manual \
+	executor_revolve
 quick: $(STAMP)
 	$(BIN)/python -m pytest -q --numprocesses=2 -m "not slow and not gpu and not aot" \
 		$(SLOWER:%=--ignore=tests/test_%.py)

@@ -13,7 +13,7 @@ step, batch 4 x 4096, for an absent H100 (jax 0.10.2; `benchmarks/forms.py`).
     none                                       55.94   57.74      39.24
     full                                       20.97   22.48      25.34
     every(4)                                   24.23   32.41      26.04
-    nested(4, 2)                               22.20   30.03      25.68
+    nested(4, 2)                               22.27   30.03      25.68
     remat_every(2)                             40.08   42.68      32.69
     12 layers keep A, 4 keep A + gate, up      24.31   28.18      29.59
 

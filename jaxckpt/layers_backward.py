@@ -170,6 +170,10 @@ class Backward:
             d_outputs = [None if x is None else x[0] for x in d_outputs]
         cotangents = [*spread(flow.carry, wrt.carry), *d_outputs]
         gradients = tape.backward(self.given.consts, layer, kept, cotangents)
+        if alone:
+            # Else the compiler may go on to the layers before, and leave parameters'
+            # gradients for the end, with the residuals that they are made of.
+            gradients = lax.optimization_barrier(gradients)
         first, second = sum(wrt.consts), sum(wrt.consts) + sum(wrt.carry)
         d_consts = list(map(_jax.add_any, flow.consts, gradients[:first]))
         d_layers = gradients[second:]

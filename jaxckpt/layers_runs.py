@@ -105,7 +105,7 @@ def straight(runs: Sequence[Run]) -> tuple[Run, ...]:
         every(2)           25.80       21.91
         every(4)           30.44       24.23
         every(8)           40.11       29.24
-        nested(4, 2)       26.58       22.20
+        nested(4, 2)       26.58       22.27
 
     The price is time to compile (5 s for `every(2)`, 11 s for `every(16)`).
 

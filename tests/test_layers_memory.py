@@ -2,12 +2,15 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxckpt
 from jaxckpt import layers_runs
 from jaxckpt.devices import get_device
 from jaxckpt.layers import FORMS
+from jaxckpt.xla.compile import compile_for
 from jaxckpt.xla.measure import measure_workload
 from models import llama
 
@@ -33,6 +36,21 @@ def test_segments_take_less_straight_than_as_loops(monkeypatch):
 def test_default_form_takes_little_more_than_the_best(schedule):
     peaks = {form: _peak(schedule, form) for form in FORMS}
     assert _peak(schedule, None) <= 1.02 * min(peaks.values()), peaks
+
+
+@pytest.mark.aot
+def test_segments_in_segments_hold_one_of_each_level():
+    def body(x, weights):
+        return x + jnp.sin(x @ weights[0]) @ weights[1], None
+
+    def loss(stacked, x):
+        return jnp.sum(jaxckpt.run_layers(body, x, stacked, "nested(4, 4)")[0])
+
+    weights = jax.ShapeDtypeStruct((64, 2, 256, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((32768, 256), jnp.float32)
+    found = compile_for(jax.grad(loss), weights, x, device="h100-80gb").footprint
+    # 4 + 4 inputs, and a segment of 4 layers that keep up to 3 arrays each.
+    assert found.temp_bytes < 21 * 32768 * 256 * 4
 
 
 def _peak(schedule, form):
