@@ -224,6 +224,26 @@ def test_auxiliary_outputs_are_returned_and_differentiated(scan):
     chex.assert_trees_all_close(chain(weights, x), plain(weights, x), rtol=1e-5)
 
 
+def test_auxiliary_outputs_survive_turns_of_a_loop_that_run_nothing():
+    def counted(weights, x):
+        return x * weights, jnp.sum(x)
+
+    keep, load, reverse = executor.Keep, executor.Load, executor.Reverse
+    actions = [keep(0), executor.Advance(0, 2), keep(2), load(2), keep(2, "host")]
+    actions += [load(2), executor.Advance(2, 5), reverse(5)]
+    for i in (4, 3, 2):
+        actions += [load(2), *[executor.Advance(2, i)] * (i > 2), reverse(i)]
+    actions += [load(0), executor.Advance(0, 1), reverse(1), load(0), reverse(0)]
+    chain = executor.checkpoint_chain([counted] * 6, actions, has_aux=True)
+    plain = functools.partial(composed, [counted] * 6, has_aux=True)
+    weights = [jnp.float32(i + 2) for i in range(6)]
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda w, fn=fn: fn(w, 1.0), has_aux=True))(weights)
+        for fn in (chain, plain)
+    )
+    chex.assert_trees_all_close(found, expected)
+
+
 def test_policies_choose_what_of_a_stage_stays():
     weights = list(jax.random.normal(jax.random.key(0), (4, 6, 6)))
 

@@ -154,11 +154,11 @@ class Looped(Straight):
         def body(carry: Any, step: Step) -> tuple[Any, None]:
             state, stacks, outputs = carry
             state, stacks, aux = turn.run(step, state, stacks)
-            return (
-                state,
-                stacks,
-                self._with_aux(group, step.stage, outputs, aux),
-            ), None
+            if not turn.always_runs:
+                before = aux_of(group, step.stage, outputs)
+                aux = lax.cond(step.runs, lambda: aux, lambda: before)
+            outputs = self._with_aux(group, step.stage, outputs, aux)
+            return (state, stacks, outputs), None
 
         carry = self._working(group), self._stacks(group), self._aux_stacks(group)
         carry, _ = lax.scan(body, carry, columns(made.steps))
@@ -244,6 +244,9 @@ class Turn:
         group: The group that runs.
         given: The chain's arrays.
         made: All that will run: where none keeps a tape, say, none is looked for.
+
+    Attributes:
+        always_runs: Whether each step runs a stage.
     """
 
     def __init__(
@@ -258,7 +261,7 @@ class Turn:
         self._tape = layout.tape(group)
         self._loads = any(step.load != NONE for step in made.steps)
         self._keeps, self._tapes = made.keeps
-        self._always_runs = all(step.runs for step in made.steps)
+        self.always_runs = all(step.runs for step in made.steps)
         self._from_states = any(one.load != NONE for one in made.rounds)
         self._from_tapes = any(one.tape != NONE for one in made.rounds)
 
@@ -269,7 +272,7 @@ class Turn:
         if self._keeps:
             states = _written(stacks.states, state, step.keep)
             stacks = replace(stacks, states=states)
-        if self._always_runs:
+        if self.always_runs:
             state, kept, aux = self._stage(step.stage, state)
         else:
             state, kept, aux = lax.cond(
