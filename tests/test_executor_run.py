@@ -496,3 +496,25 @@ def _called(stages, params, x=None, **given):
 def test_wrong_input_gets_one_message(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_a_chain_runs_inside_shard_map_or_says_why_not():
+    mesh, spec = jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec
+    weights = list(jax.random.normal(jax.random.key(0), (5, 4, 4)))
+    x = jnp.ones((4, 4))
+
+    def gradient(fn):
+        def loss(weights, x):
+            return jax.lax.pmean(jnp.sum(fn(weights, x) ** 2), "data")
+
+        specs = {"in_specs": (spec(), spec("data")), "out_specs": spec()}
+        mapped = jax.shard_map(loss, mesh=mesh, **specs)
+        return jax.jit(jax.grad(mapped))(weights, x)
+
+    chain = executor.checkpoint_chain([layer] * 5, executor.binomial(5, 2))
+    if _jax.version() < (0, 12):
+        with pytest.raises(WorkloadError, match=r"needs jax 0\.12 or newer, or `check"):
+            gradient(chain)
+        return
+    plain = functools.partial(composed, [layer] * 5)
+    chex.assert_trees_all_close(gradient(chain), gradient(plain), rtol=1e-5)
