@@ -499,7 +499,8 @@ def test_wrong_input_gets_one_message(call, error, text):
 
 
 def test_a_chain_runs_inside_shard_map_or_says_why_not():
-    mesh, spec = jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec
+    auto, spec = jax.sharding.AxisType.Auto, jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(auto,))
     weights = list(jax.random.normal(jax.random.key(0), (5, 4, 4)))
     x = jnp.ones((4, 4))
 
