@@ -27,6 +27,7 @@ ORDER = [
     ["stack"],
     ["rewrite"],
     ["plan"],
+    ["planner"],
     ["executor"],
     ["training"],
     ["xla"],

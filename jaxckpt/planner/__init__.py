@@ -1,0 +1,1 @@
+"""Optimal plans under a byte budget: inside a stage, and across stages."""
