@@ -263,6 +263,16 @@ class ActionList(Sequence[Action]):
         return "\n".join(textwrap.wrap(text, 80, break_on_hyphens=False))
 
 
+def storage_of(action: Action) -> str:
+    """Return where an action keeps, loads or drops something: else the device.
+
+    Example:
+        >>> storage_of(Keep(0, "host")), storage_of(Advance(0, 2))
+        ('host', 'device')
+    """
+    return getattr(action, "storage", "device")
+
+
 def _check_slot(index: int, storage: str) -> None:
     check_number(index, "index", least=0)
     check_storage(storage)

@@ -29,12 +29,6 @@ class ChainPrograms:
     wrt_consts: tuple[bool, ...]
     _compiled: dict[Any, Any] = field(default_factory=dict)
 
-    @property
-    def results(self) -> list[Any]:
-        """Types of the arrays that the last stage returns."""
-        last = self.chain.programs[-1]
-        return last.results[: last.num_after]
-
     def forward(self, index: int) -> Any:
         """Return `forward(consts, state, layer) -> results`, compiled."""
         program = self.chain.programs[index]

@@ -94,13 +94,12 @@ class DrivenRun(Interpreter):
         found = stage.backward(consts, layer, tape.kept, flow, d_aux)
         self._params[index] = []
         program = self.programs.chain.programs[index]
-        wanted = [p for p in program.consts if self.programs.wrt_consts[p]]
-        for position, value in zip(wanted, found, strict=False):
+        shared, flow, self.gradient = program.split_gradients(
+            found, self.programs.wrt_consts
+        )
+        for position, value in shared:
             self._add(position, value)
-        is_flow = [is_inexact_type(t) for t in program.state]
-        behind = len(wanted) + sum(is_flow)
-        self.flow = spread(found[len(wanted) : behind], is_flow)
-        self.gradient = found[behind:]
+        self.flow = spread(flow, [is_inexact_type(t) for t in program.state])
 
     def put(self, key: tuple[str, int], value: Any) -> Any:
         """Move a state or tape to a storage."""
@@ -147,11 +146,7 @@ class DrivenRun(Interpreter):
     def wrt(self, index: int) -> tuple[bool, ...]:
         """Return which parameters of a stage are differentiated."""
         program = self.programs.chain.programs[index]
-        first = len(program.consts) + program.num_state
-        types = program.inputs[first:]
-        if program.takes_key:
-            types = types[:-1]
-        return tuple(map(is_inexact_type, types))
+        return tuple(map(is_inexact_type, program.params))
 
     def _stage(self, index: int, policy: Policy) -> TapedStage:
         return self.programs.taped(index, policy, self.wrt(index))

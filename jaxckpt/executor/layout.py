@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt import _jax
-from jaxckpt.executor.program import StageProgram, TracedChain
+from jaxckpt.executor.program import StageProgram
 from jaxckpt.executor.stage import stage_key
 from jaxckpt.graph.gradient import is_inexact_type
 from jaxckpt.layers_backward import spread
@@ -53,13 +53,11 @@ class Layout:
     """The groups of a chain, and what is differentiated.
 
     Attributes:
-        chain: The chain.
         groups: One after another.
         wrt_consts: Which shared arrays are differentiated.
         wrt_params: Which parameters of a group are.
     """
 
-    chain: TracedChain
     groups: tuple[Group, ...]
     wrt_consts: tuple[bool, ...] = ()
     wrt_params: tuple[tuple[bool, ...], ...] = ()
@@ -205,17 +203,16 @@ def reversed_stage(
             compiler may leave those of parameters, and all that they are made of, for
             the end, else: it does where it hides copies to the host.
     """
-    program, wrt = group.program, layout.wrt_params[group.number]
+    program = group.program
     after = map(is_inexact_type, program.results[: program.num_after])
     cotangents = [*spread(so_far.flow, list(after)), *d_aux]
     found = tape.backward(given.consts, given.layer, kept, cotangents)
     consts, params = list(so_far.consts), list(so_far.params)
-    for position in program.consts:
-        if consts[position] is not None:
-            consts[position] = _jax.add_any(consts[position], found.pop(0))
-    own = [found.pop() for _ in range(sum(wrt))][::-1]
+    shared, flow, own = program.split_gradients(found, layout.wrt_consts)
+    for position, value in shared:
+        consts[position] = _jax.add_any(consts[position], value)
     if in_turn:
-        found, own, consts = lax.optimization_barrier((found, own, consts))
+        flow, own, consts = lax.optimization_barrier((flow, own, consts))
     if group.stacked:
         stacks = params[group.number]
         if stacks is None:
@@ -223,7 +220,7 @@ def reversed_stage(
         position = stage - group.start
         own = [with_element(s, x, position) for s, x in zip(stacks, own, strict=True)]
     params[group.number] = own
-    return Gradients(found, consts, params)
+    return Gradients(flow, consts, params)
 
 
 def gradient_stacks(layout: Layout, group: Group, flow: Sequence[Any]) -> Flat:

@@ -25,6 +25,7 @@ from jaxckpt.executor.actions import (
     Keep,
     Load,
     Reverse,
+    storage_of,
 )
 from jaxckpt.executor.interpret import KeptTape
 from jaxckpt.executor.layout import (
@@ -312,7 +313,7 @@ class Turn:
 
 def _elsewhere(action: Action) -> bool:
     """Return whether an action keeps or loads something off the device."""
-    return getattr(action, "storage", "device") != "device"
+    return storage_of(action) != "device"
 
 
 def _loaded(number: Any, state: Flat, stacks: Stacks) -> Flat:

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from jaxckpt import _jax
 from jaxckpt.errors import ScheduleError, WorkloadError
-from jaxckpt.executor.actions import Reverse
+from jaxckpt.executor.actions import Reverse, storage_of
 from jaxckpt.executor.compiled import ChainPrograms
 from jaxckpt.executor.cotangents import given_cotangents
 from jaxckpt.executor.driven import DrivenRun
@@ -91,7 +91,7 @@ class ManualCheckpoint:
         self._stages = as_stages(stages)
         self.actions = kept_actions(keep, len(self._stages), storage)
         check_directory(directory)
-        on_disk = any(getattr(a, "storage", None) == "disk" for a in self.actions)
+        on_disk = "disk" in map(storage_of, self.actions)
         if directory is not None and not on_disk:
             raise ScheduleError(
                 f"`directory={str(directory)!r}`, and nothing is kept on disk. Leave "
@@ -100,9 +100,7 @@ class ManualCheckpoint:
         self._directory = directory
         self._has_aux = has_aux
         self.params = _checked_params(self._stages, params)
-        self._moves = any(
-            getattr(action, "storage", "device") != "device" for action in self.actions
-        )
+        self._moves = set(map(storage_of, self.actions)) != {"device"}
         self._programs: dict[Any, ChainPrograms] = {}
         self._pass: tuple[DrivenRun, _Trees] | None = None
         self._finalizer: Any = None

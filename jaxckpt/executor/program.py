@@ -82,6 +82,24 @@ class StageProgram:
         results = as_arrays(flat(*consts, *state, *layer))
         return results[: self.num_after], results[self.num_after :]
 
+    def split_gradients(
+        self, found: Flat, wrt_consts: Sequence[bool]
+    ) -> tuple[list[tuple[int, Any]], Flat, Flat]:
+        """Return a tape's gradients by what they are of.
+
+        Args:
+            found: What the backward run of a tape returns.
+            wrt_consts: Which of the chain's shared arrays are differentiated.
+
+        Returns:
+            Pairs of the position of a shared array and its cotangent; cotangents of the
+            state; those of the parameters.
+        """
+        positions = [p for p in self.consts if wrt_consts[p]]
+        behind = len(positions) + sum(map(is_inexact_type, self.state))
+        shared = list(zip(positions, found, strict=False))
+        return shared, found[len(positions) : behind], found[behind:]
+
     def consts_of(self, consts: Sequence[Any]) -> list[Any]:
         """Return what the stage takes of the chain's shared arrays."""
         return [consts[i] for i in self.consts]

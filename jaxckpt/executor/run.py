@@ -106,7 +106,7 @@ def checkpoint_chain(
         given = jax.tree.leaves((strong_params, traced.state, traced.consts))
         loops = scan and not any(_jax.typed_by_mesh(jax.typeof(v)) for v in given)
         _refuse_varying(given)
-        layout = Layout(traced, as_groups(traced, repeats, loops))
+        layout = Layout(as_groups(traced, repeats, loops))
         stacked = group_params(layout, strong_params, repeats)
         result, aux = _differentiable(layout, listed)(
             Arrays(traced.consts, stacked, rng), traced.state

@@ -15,7 +15,6 @@ from flax import nnx
 from jaxckpt.errors import WorkloadError
 
 PyTree = Any
-CHAIN_KEYWORDS = ("rng",)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jaxckpt.executor.actions import (
     Keep,
     Load,
     Reverse,
+    storage_of,
 )
 from jaxckpt.executor.interpret import Held
 from jaxckpt.executor.layout import Group, Layout
@@ -135,7 +136,7 @@ def find_places(listed: ActionList, layout: Layout) -> dict[int, Places]:
         return {}
     for group, part in parts_by_group(listed, layout):
         if group.looped:
-            here = (a for a in part if getattr(a, "storage", "device") == "device")
+            here = (a for a in part if storage_of(a) == "device")
             own[group.number] += here
     return {n: Places(part) for n, part in own.items() if all(map(_fits_stack, part))}
 
@@ -158,7 +159,7 @@ def parts_by_group(
                 start = stop
 
     def part(pair: tuple[Group, Action]) -> tuple[int, str]:
-        return pair[0].number, getattr(pair[1], "storage", "device")
+        return pair[0].number, storage_of(pair[1])
 
     for (number, _), found in itertools.groupby(single(), key=part):
         yield layout.groups[number], [action for _, action in found]
