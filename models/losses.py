@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -26,8 +28,9 @@ def cross_entropy(
         targets: The token that follows each position.
         chunks: 0 computes all logits at once: `batch * seq * vocab` floats, kept for
             the backward pass. `n > 0` cuts the sequence in `n` parts, one after the
-            other, each computed again in the backward pass: an `n`-th of the bytes for
-            a second product with `table`.
+            other; where a gradient is taken, each part's is made beside its loss, so
+            that an `n`-th of the bytes is alive and no product runs again. There is no
+            forward mode through it then.
 
     Raises:
         WorkloadError: `chunks` is negative or does not divide the sequence.
@@ -41,18 +44,7 @@ def cross_entropy(
     check_chunks(chunks, targets.shape[1])
     if chunks == 0:
         return _sum_of_losses(hidden, table, targets) / targets.size
-
-    # `table` is cast inside each chunk, so that the chunks' gradients of it add up in
-    # its own dtype and not in that of `hidden`.
-    chunk_loss = jax.checkpoint(_sum_of_losses, prevent_cse=False)
-
-    def add_chunk(total, hidden_targets):
-        hidden_chunk, target_chunk = hidden_targets
-        return total + chunk_loss(hidden_chunk, table, target_chunk), None
-
-    parts = _split(hidden, chunks), _split(targets, chunks)
-    total, _ = jax.lax.scan(add_chunk, jnp.float32(0), parts)
-    return total / targets.size
+    return _chunked(hidden, table, targets, chunks) / targets.size
 
 
 def check_chunks(chunks: int, seq: int) -> None:
@@ -76,6 +68,68 @@ def _sum_of_losses(hidden: Array, table: Array, targets: Array) -> Float[Array, 
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - of_target)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked(hidden: Array, table: Array, targets: Array, chunks: int) -> Array:
+    """Return the sum of the losses, one part of the sequence after the other.
+
+    A loss is where the backward pass turns round: its gradient can be made while the
+    logits are there, up to the factor that comes from behind it.
+    """
+
+    def add_chunk(total, hidden_targets):
+        hidden_chunk, target_chunk = hidden_targets
+        return total + _sum_of_losses(hidden_chunk, table, target_chunk), None
+
+    parts = _split(hidden, chunks), _split(targets, chunks)
+    return jax.lax.scan(add_chunk, jnp.float32(0), parts)[0]
+
+
+def _chunked_forward(hidden, table, targets, chunks):
+    trains_table = table.perturbed
+    hidden, table, targets = hidden.value, table.value, targets.value
+
+    def add_chunk(totals, hidden_targets):
+        total, d_table = totals
+        hidden_chunk, target_chunk = hidden_targets
+        cast_table = table.astype(hidden.dtype)
+        logits = _product("bse,ve->bsv", hidden_chunk, cast_table)
+        lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        is_target = jnp.arange(logits.shape[-1]) == target_chunk[..., None]
+        total += jnp.sum(lse) - jnp.sum(jnp.where(is_target, logits, 0.0))
+        d_logits = (jnp.exp(logits - lse) - is_target).astype(hidden.dtype)
+        d_chunk = _product("bsv,ve->bse", d_logits, cast_table)
+        if trains_table:
+            # The parts add up in the table's own dtype, not in that of `hidden`.
+            d_table += _product("bsv,bse->ve", d_logits, hidden_chunk)
+        return (total, d_table), d_chunk.astype(hidden.dtype)
+
+    parts = _split(hidden, chunks), _split(targets, chunks)
+    zeros = jnp.zeros_like(table) if trains_table else None
+    totals = jnp.float32(0), zeros
+    (total, d_table), d_hidden = jax.lax.scan(add_chunk, totals, parts)
+    return total, (_joined(d_hidden), d_table)
+
+
+def _chunked_backward(chunks, gradients, d_total):
+    d_hidden, d_table = gradients
+    scaled = [
+        None if x is None else (d_total * x).astype(x.dtype)
+        for x in (d_hidden, d_table)
+    ]
+    return (*scaled, None)
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def _split(x: Array, chunks: int) -> Array:
     batch, seq, *rest = x.shape
     return jnp.moveaxis(x.reshape(batch, chunks, seq // chunks, *rest), 1, 0)
+
+
+def _joined(x: Array) -> Array:
+    """Put the parts of `_split` side by side again."""
+    chunks, batch, size, *rest = x.shape
+    return jnp.moveaxis(x, 0, 1).reshape(batch, chunks * size, *rest)
