@@ -109,6 +109,18 @@ def name_equation(variable: Any, named: Any, name: str, like: Any) -> Any:
     )
 
 
+def barrier_equation(variables: Sequence[Any], after: Sequence[Any], like: Any) -> Any:
+    """Return `after = optimization_barrier(variables)` as an equation, as `like`."""
+    return jex.new_jaxpr_eqn(
+        list(variables),
+        list(after),
+        jax.lax.optimization_barrier_p,
+        {},
+        set(),
+        like.source_info,
+    )
+
+
 def new_variable(like: Any) -> Any:
     """Return a fresh variable of the same type."""
     return Var(like.aval)

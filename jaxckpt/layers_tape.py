@@ -11,6 +11,7 @@ import jax
 from jaxckpt import _jax
 from jaxckpt.graph.gradient import is_inexact, is_inexact_type
 from jaxckpt.layers_body import Flat, LayerFunction, LayerProgram, as_arrays
+from jaxckpt.layers_order import gradients_in_turn
 
 _REORDERED = frozenset(
     ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims")
@@ -120,7 +121,19 @@ class Tape:
             for t, c in zip(types, cotangents, strict=True)
             if is_inexact_type(t)
         ]
-        return list(vjp(wanted))
+        backward = jax.make_jaxpr(lambda vjp, wanted: list(vjp(wanted)))(vjp, wanted)
+        is_cotangent = [False] * len(residuals) + [True] * len(wanted)
+        backward = gradients_in_turn(
+            backward, self._gradients_of_parameters, is_cotangent
+        )
+        return as_arrays(_jax.jaxpr_function(backward)(*residuals, *wanted))
+
+    @property
+    def _gradients_of_parameters(self) -> list[bool]:
+        """Which results of the backward pass are no cotangents of the carry."""
+        first = self._consts + self._carry
+        carried = range(self._consts, first)
+        return [i not in carried for i, w in enumerate(self._wrt) if w]
 
     @property
     def _results(self) -> list[Any]:

@@ -152,16 +152,19 @@ def worth_saving(stage: StageCosts) -> list[int]:
     """Return the values that some choice without equal has to save.
 
     Not those that nothing reads which runs again; nor one that costs nothing to have
-    again from a single value that is no larger.
+    again from a single value that is no larger and can be saved instead.
     """
     again = stage.run_again(())
     read = set(stage.residuals)
     read.update(v for o in again for v in stage.operations[o].reads)
-    return [v for v in sorted(read) if not _is_view(stage, v)]
+    return [v for v in sorted(read - stage.fixed) if not _is_view(stage, v)]
 
 
 def _is_view(stage: StageCosts, value: int) -> bool:
     operation = stage.operations[stage.maker[value]]
     if operation.seconds or len(operation.writes) != 1 or len(operation.reads) > 1:
         return False
-    return all(stage.sizes[v] <= stage.sizes[value] for v in operation.reads)
+    return all(
+        stage.sizes[v] <= stage.sizes[value] and v not in stage.fixed
+        for v in operation.reads
+    )

@@ -35,11 +35,13 @@ class StageCosts:
         sizes: Bytes of each value on one device.
         operations: Each after those that make what it reads.
         residuals: The values that the backward pass reads.
+        fixed: Values that cannot be kept (they have no name, say).
     """
 
     sizes: tuple[int, ...]
     operations: tuple[Operation, ...]
     residuals: frozenset[int]
+    fixed: frozenset[int] = frozenset()
 
     @cached_property
     def maker(self) -> dict[int, int]:

@@ -1,0 +1,255 @@
+"""What the layers of a program cost: a layer's jaxpr -> `StageCosts`.
+
+Values, residuals and what makes them come from JAX's own linearisation of the layer.
+Seconds come from the roofline of `jaxckpt.memory`, with one simplification that keeps
+them sums over operations: elementwise work is free where it ends up inside the kernels
+that read it, and costs its traffic where a product, a loop or a call reads its result
+from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt import _jax
+from jaxckpt.devices import Device
+from jaxckpt.graph.gradient import Differentiable, struct_of
+from jaxckpt.graph.inline import flattened
+from jaxckpt.graph.tag import mark
+from jaxckpt.graph.values import VIEWS, Values, find_values
+from jaxckpt.matmul import find_matmul
+from jaxckpt.memory.chip import Chip
+from jaxckpt.memory.fuse import fuse
+from jaxckpt.memory.lower import lower
+from jaxckpt.memory.seconds import roofline_seconds
+from jaxckpt.planner.stage import Operation, StageCosts
+from jaxckpt.policy import Policy, save, save_nothing
+
+_LEAST_SHARE = 1e-4
+"""Values of a smaller share of all residuals are not offered: they clutter a plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCosts:
+    """One layer as the planner sees it.
+
+    Attributes:
+        stage: Its values and operations.
+        labels: What a policy calls each value that can be kept, by its number.
+        forward_seconds: One forward run.
+    """
+
+    stage: StageCosts
+    labels: Mapping[int, str]
+    forward_seconds: float
+
+    def policy(self, saved: Sequence[int] | frozenset[int]) -> Policy:
+        """Return the policy that keeps these values."""
+        names = dict.fromkeys(self.labels[v] for v in sorted(saved))
+        return save(*map(_escaped, names)) if names else save_nothing()
+
+
+def layer_costs(
+    closed: Any, wrt: Sequence[int], shared: Sequence[int], device: Device
+) -> LayerCosts:
+    """Return the costs of one layer.
+
+    Args:
+        closed: Its closed jaxpr.
+        wrt: Which inputs are differentiated.
+        shared: Inputs that are there anyway: parameters, and what all layers share.
+            What depends on them alone costs nothing to have again.
+        device: What it runs on.
+    """
+    values = find_values(closed)
+    marked = mark(closed, {v.place: i for i, v in enumerate(values.items)})
+    inputs = [struct_of(v.aval) for v in _jax.open_jaxpr(closed).invars]
+    run = _jax.jaxpr_function(marked)
+    linearized = Differentiable.of(run, inputs, tuple(wrt)).linearized()
+    flat = flattened(linearized.closed, remat=False)
+    return _Reader(flat, linearized.num_outputs, values, shared, device).costs()
+
+
+class _Reader:
+    """Reads a linearised layer: outputs, then residuals, marks on its values."""
+
+    def __init__(
+        self,
+        closed: Any,
+        num_outputs: int,
+        values: Values,
+        shared: Sequence[int],
+        device: Device,
+    ) -> None:
+        self.jaxpr = _jax.open_jaxpr(closed)
+        self.values = values
+        self.device = device
+        self.chip = Chip.of(device)
+        self._num_outputs = num_outputs
+        self._free = {*self.jaxpr.constvars, *(self.jaxpr.invars[i] for i in shared)}
+        self._inputs = {*self.jaxpr.constvars, *self.jaxpr.invars}
+        self._marked: dict[Any, Any] = {}
+        self._index: dict[Any, int] = {}
+        self._equations = [e for e in self.jaxpr.eqns if not self._is_mark(e)]
+
+    def _is_mark(self, eqn: Any) -> bool:
+        """Note which variable a mark stands on; it is that variable from here on."""
+        index = _jax.mark_index(eqn)
+        if index is None:
+            return False
+        variable = self._of(eqn.invars[0])
+        self._marked[eqn.outvars[0]] = variable
+        if not isinstance(variable, _jax.Literal):
+            self._index.setdefault(variable, index)
+        return True
+
+    def _of(self, variable: Any) -> Any:
+        if isinstance(variable, _jax.Literal):
+            return variable
+        return self._marked.get(variable, variable)
+
+    def _reads(self, eqn: Any) -> list[Any]:
+        """Return the variables that an equation reads and that are not free."""
+        read = (self._of(v) for v in eqn.invars)
+        return [v for v in read if not isinstance(v, _jax.Literal)]
+
+    def costs(self) -> LayerCosts:
+        """Return the layer's costs."""
+        primal = self._forward_equations()
+        varying = [e for e in primal if self._varies(e)]
+        numbers: dict[Any, int] = {}
+        for eqn in varying:
+            for v in eqn.outvars:
+                if not _jax.is_drop(v):
+                    numbers[v] = len(numbers)
+        seconds = self._seconds(varying)
+        operations = tuple(
+            Operation(
+                seconds[i],
+                tuple(
+                    dict.fromkeys(numbers[v] for v in self._reads(e) if v in numbers)
+                ),
+                tuple(numbers[v] for v in e.outvars if v in numbers),
+            )
+            for i, e in enumerate(varying)
+        )
+        outputs = self.jaxpr.outvars[self._num_outputs :]
+        residuals = {self._of(v) for v in outputs if not isinstance(v, _jax.Literal)}
+        read = frozenset(numbers[v] for v in residuals if v in numbers)
+        sizes = tuple(_jax.nbytes(v.aval) for v in numbers)
+        labels = self._labels(numbers)
+        least = _LEAST_SHARE * sum(sizes[v] for v in read)
+        fixed = frozenset(
+            n for n, size in enumerate(sizes) if n not in labels or size < least
+        )
+        stage = StageCosts(sizes, operations, read, fixed)
+        return LayerCosts(stage, labels, sum(seconds))
+
+    def _labels(self, numbers: Mapping[Any, int]) -> dict[int, str]:
+        """Return what a policy calls each value; of equal labels only the first.
+
+        Complex values cannot be kept, nor those that only one run of an inner loop
+        makes.
+        """
+        found: dict[int, str] = {}
+        taken: set[str] = set()
+        for variable, number in numbers.items():
+            index = self._index.get(variable)
+            if index is None:
+                continue
+            value = self.values.items[index]
+            label = value.label
+            if label in taken or value.dtype.startswith("complex"):
+                continue
+            unnamed = value.name is None and self.values.name_of(index) is None
+            if unnamed and "/" not in label:
+                continue
+            taken.add(label)
+            found[number] = label
+        return found
+
+    def _forward_equations(self) -> list[Any]:
+        """Return what makes the residuals and the layer's results."""
+        needed = {
+            self._of(v) for v in self.jaxpr.outvars if not isinstance(v, _jax.Literal)
+        }
+        kept = []
+        for eqn in reversed(self._equations):
+            if eqn.effects or any(v in needed for v in eqn.outvars):
+                kept.append(eqn)
+                needed.update(self._reads(eqn))
+        return kept[::-1]
+
+    def _varies(self, eqn: Any) -> bool:
+        """Return whether an equation depends on more than what is there anyway."""
+        if all(v in self._free for v in self._reads(eqn)):
+            self._free.update(eqn.outvars)
+            return False
+        return True
+
+    def _seconds(self, eqns: Sequence[Any]) -> list[float]:
+        """Return what each equation takes, as the module says."""
+        heavy = [_is_heavy(eqn) for eqn in eqns]
+        stored = self._stored(eqns, heavy)
+        sources: dict[Any, frozenset[Any]] = {}
+        found = []
+        for eqn, is_heavy in zip(eqns, heavy, strict=True):
+            reads = self._reads(eqn)
+            behind = frozenset[Any]().union(*(sources.get(v, {v}) for v in reads))
+            outputs = [v for v in eqn.outvars if not _jax.is_drop(v)]
+            if is_heavy:
+                found.append(self._roofline(eqn))
+                continue
+            if any(v in stored for v in outputs) and not _is_view(eqn):
+                traffic = sum(_jax.nbytes(v.aval) for v in {*behind, *outputs})
+                found.append(self._memory_seconds(traffic))
+                continue
+            found.append(0.0)
+            sources.update((v, behind) for v in outputs)
+        return found
+
+    def _stored(self, eqns: Sequence[Any], heavy: Sequence[bool]) -> set[Any]:
+        """Return the results that something reads from memory."""
+        stored: set[Any] = set()
+        for eqn, is_heavy in reversed(list(zip(eqns, heavy, strict=True))):
+            through = _is_view(eqn) and any(v in stored for v in eqn.outvars)
+            if is_heavy or through:
+                stored.update(self._reads(eqn))
+        return stored
+
+    def _memory_seconds(self, traffic: int) -> float:
+        rate = self.device.memory_bytes_per_second
+        return traffic / (rate * self.device.efficiency) if rate else float(traffic)
+
+    def _roofline(self, eqn: Any) -> float:
+        """Return what one equation takes, loops and calls opened."""
+        inputs = [v for v in dict.fromkeys(eqn.invars) if not _is_literal(v)]
+        outputs = [v for v in eqn.outvars if not _jax.is_drop(v)]
+        program = lower(_jax.cut_jaxpr(self.jaxpr, [eqn], inputs, outputs), self.chip)
+        fuse(program, self.chip)
+        return roofline_seconds(program, self.device) or 0.0
+
+
+def _is_heavy(eqn: Any) -> bool:
+    """Return whether an equation reads from memory, and fuses with nothing."""
+    if find_matmul(eqn.primitive.name) or _jax.inner_jaxprs(eqn):
+        return True
+    return eqn.primitive.name in _APART
+
+
+_APART = frozenset(("sort", "top_k", "cumsum", "cumlogsumexp", "fft", "scatter-add"))
+
+
+def _is_view(eqn: Any) -> bool:
+    return eqn.primitive.name in VIEWS
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, _jax.Literal)
+
+
+def _escaped(label: str) -> str:
+    """Return a pattern that matches a label and nothing else."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in label)
