@@ -26,6 +26,30 @@ class WorkloadError(JaxckptError, ValueError):
     """A workload that cannot be found, called or traced."""
 
 
+class BudgetError(JaxckptError, ValueError):
+    """A byte budget that no plan fits, or an amount that is none.
+
+    Attributes:
+        least_feasible_bytes: The least budget that has a plan; None where the error is
+            about the amount.
+        holders: Who holds these bytes: (label, bytes), the largest first.
+        remedies: What would lower them, one sentence each.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        least_feasible_bytes: int | None = None,
+        holders: tuple[tuple[str, int], ...] = (),
+        remedies: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.least_feasible_bytes = least_feasible_bytes
+        self.holders = holders
+        self.remedies = remedies
+
+
 class DeviceError(JaxckptError, ValueError):
     """A device that is unknown, or cannot be compiled for here."""
 

@@ -1,0 +1,197 @@
+"""Plans for stacks in loops: runs of equal layers, by `jaxckpt.planner.runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from scipy.optimize import linprog
+
+from jaxckpt.planner.frontier import Point, frontier
+from jaxckpt.planner.program import PlannedLayer, PlannedStack
+from jaxckpt.planner.runs import Choice, Layers, best_runs, peak_bytes
+from jaxckpt.schedule import Schedule, tree
+from jaxckpt.schedule_tree import Node, Remat, Segment
+
+_TOLERANCE = 0.01
+"""Choices whose seconds lie by a larger share above the convex hull are not offered."""
+_MOST_IN_SEGMENT = 16
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The fastest schedules for some free bytes, by the planner's model.
+
+    Attributes:
+        rules: A schedule for each stack, by name.
+        seconds: What runs again.
+        bound_seconds: No schedules take less, by the same model.
+        peak_bytes: What they hold at once, besides what is there anyway.
+    """
+
+    rules: tuple[tuple[str, Schedule], ...]
+    seconds: float
+    bound_seconds: float
+    peak_bytes: int
+
+
+class Solver(Protocol):
+    """What finds the fastest schedules for an amount of free bytes."""
+
+    def solve(self, free_bytes: int) -> Solved | None:
+        """Return them; None where nothing fits."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Offer:
+    choice: Choice
+    nodes: tuple[Node, ...]
+
+
+class LoopSolver:
+    """The best runs for stacks of equal layers.
+
+    Args:
+        stacks: The stacks of a program, in order.
+        work_bytes: What the backward pass of one layer holds, by stack.
+        head_bytes: What the head holds besides what is kept.
+    """
+
+    def __init__(
+        self, stacks: Sequence[PlannedStack], work_bytes: Sequence[int], head_bytes: int
+    ) -> None:
+        self._head = head_bytes
+        self._names: list[str] = []
+        self._offers: list[list[_Offer]] = []
+        self._layers: list[Layers] = []
+        self._of_stack: list[int] = []
+        for number, (stack, work) in enumerate(zip(stacks, work_bytes, strict=True)):
+            self._names.append(stack.name)
+            for layer, count in _blocks(stack):
+                offers = _offers(layer, count, work)
+                self._offers.append(offers)
+                self._of_stack.append(number)
+                choices = tuple(offer.choice for offer in offers)
+                runs = min(2, count)
+                self._layers.append(Layers(count, choices, layer.gradient_bytes, runs))
+
+    def solve(self, free_bytes: int) -> Solved | None:
+        """Return the fastest schedules, None where nothing fits."""
+        answer = best_runs(self._layers, free_bytes, self._head)
+        if answer is None:
+            return None
+        nodes: list[list[Node]] = [[] for _ in self._names]
+        for block, runs in enumerate(answer.runs):
+            for run in runs:
+                offer = self._offers[block][run.choice]
+                nodes[self._of_stack[block]] += _times(offer.nodes, run.parts)
+        rules = tuple(
+            (name, tree(*parts)) for name, parts in zip(self._names, nodes, strict=True)
+        )
+        peak = peak_bytes(self._layers, answer.runs, self._head)
+        bound = min(answer.seconds, self._bound(free_bytes))
+        return Solved(rules, answer.seconds, bound, peak)
+
+    def _bound(self, free_bytes: int) -> float:
+        """Return what no schedules beat, in any order and any number of runs.
+
+        Where the first layer is reversed, everything is kept, and its work fits beside
+        it; as a linear programme of layers to choices.
+        """
+        choices = [c for layers in self._layers for c in layers.choices]
+        owner = [i for i, layers in enumerate(self._layers) for _ in layers.choices]
+        last = self._layers[-1]
+        work = min(c.work_bytes for c in last.choices) + last.gradient_bytes
+        free = free_bytes - max(self._head, work)
+        scale = max(1.0, float(free_bytes))
+        found = linprog(
+            [c.seconds for c in choices],
+            A_ub=[[c.bytes / scale for c in choices]],
+            b_ub=[free / scale],
+            A_eq=[
+                [c.layers * float(o == i) for c, o in zip(choices, owner, strict=True)]
+                for i in range(len(self._layers))
+            ],
+            b_eq=[layers.count for layers in self._layers],
+        )
+        return float(found.fun) if found.status == 0 else 0.0
+
+
+def _blocks(stack: PlannedStack) -> list[tuple[PlannedLayer, int]]:
+    """Return equal neighbours together, with how many they are."""
+    found: list[tuple[PlannedLayer, int]] = []
+    for layer in stack.layers:
+        if found and found[-1][0].kind == layer.kind:
+            found[-1] = layer, found[-1][1] + 1
+        else:
+            found.append((layer, 1))
+    return found
+
+
+def _offers(layer: PlannedLayer, count: int, work_bytes: int) -> list[_Offer]:
+    """Return what can become of layers, what no budget uses left out."""
+    points = frontier(layer.costs.stage)
+    offers = [_single(layer, point, work_bytes) for point in points]
+    for size in range(2, min(count, _MOST_IN_SEGMENT) + 1):
+        if count % size in (0, 1) or size <= 4:
+            offers += [_segment(layer, point, size, work_bytes) for point in points]
+    return _near_hull(offers)
+
+
+def _single(layer: PlannedLayer, point: Point, work_bytes: int) -> _Offer:
+    kept = layer.input_bytes + point.bytes
+    policy = layer.costs.policy(point.saved)
+    return _Offer(Choice(kept, point.seconds, work_bytes), (Remat(policy, 1),))
+
+
+def _segment(layer: PlannedLayer, point: Point, size: int, work_bytes: int) -> _Offer:
+    """Return a segment of layers that keep a point's values in their second run.
+
+    Of the last layer only the input is needed where nothing is kept of it.
+    """
+    again = size if point.saved else size - 1
+    seconds = again * layer.costs.forward_seconds + size * point.seconds
+    work = work_bytes + size * (layer.input_bytes + point.bytes)
+    inside = Remat(layer.costs.policy(point.saved), size)
+    choice = Choice(layer.input_bytes, seconds, work, size)
+    return _Offer(choice, (Segment((inside,)),))
+
+
+def _near_hull(offers: list[_Offer]) -> list[_Offer]:
+    """Return the offers on or near the convex hull of bytes and seconds of a layer."""
+    hull: list[tuple[float, float]] = []
+    for point in sorted(_of_layer(o.choice) for o in offers):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while len(hull) >= 2 and _above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    sizes, seconds = zip(*hull, strict=True)
+
+    def is_near(choice: Choice) -> bool:
+        size, again = _of_layer(choice)
+        limit = float(np.interp(size, sizes, seconds))
+        return again <= limit * (1 + _TOLERANCE) + 1e-12
+
+    return [offer for offer in offers if is_near(offer.choice)]
+
+
+def _of_layer(choice: Choice) -> tuple[float, float]:
+    return choice.bytes / choice.layers, choice.seconds / choice.layers
+
+
+def _above(
+    one: tuple[float, float], middle: tuple[float, float], other: tuple[float, float]
+) -> bool:
+    """Return whether the middle one of three points is above the others' line."""
+    rise = (middle[1] - one[1]) * (other[0] - one[0])
+    return rise >= (other[1] - one[1]) * (middle[0] - one[0])
+
+
+def _times(nodes: Sequence[Node], parts: int) -> list[Node]:
+    if len(nodes) == 1 and isinstance(nodes[0], Remat):
+        return [Remat(nodes[0].policy, parts)]
+    return list(nodes) * parts

@@ -1,0 +1,145 @@
+"""A program as the planner sees it: the costs of the layers of each of its stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt import _jax
+from jaxckpt.devices import Device
+from jaxckpt.graph.gradient import is_inexact_type
+from jaxckpt.graph.stages import Chain, Stack
+from jaxckpt.graph.stages.chain import Stage
+from jaxckpt.graph.stages.program import Program
+from jaxckpt.graph.trace import Graph
+from jaxckpt.planner.costs import LayerCosts, layer_costs
+from jaxckpt.rewrite import find_chain
+
+PyTree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedLayer:
+    """One layer of a stack.
+
+    Attributes:
+        kind: Layers of equal kind are equal programs.
+        costs: What it can keep, and what that saves.
+        input_bytes: Of what it gets from the layer before.
+        gradient_bytes: Of its parameters that are trained.
+    """
+
+    kind: int
+    costs: LayerCosts
+    input_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStack:
+    """A stack of layers.
+
+    Attributes:
+        name: The stack's name, as in a plan.
+        scanned: Whether it is a loop.
+        layers: Its layers, in order; of a loop the same one each time.
+    """
+
+    name: str
+    scanned: bool
+    layers: tuple[PlannedLayer, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all layers are equal programs."""
+        return len({layer.kind for layer in self.layers}) == 1
+
+
+def read_stacks(graph: Graph, device: Device) -> tuple[PlannedStack, ...]:
+    """Return the stacks of a traced loss function, without any remat of its own.
+
+    Its first argument is what is trained.
+    """
+    chain = find_chain(graph.fn, graph.args, existing="replace")
+    trained = len(jax.tree.leaves(graph.args[0]))
+    reader = _Reader(chain, trained, device)
+    return tuple(map(reader.stack, chain.stacks))
+
+
+class _Reader:
+    """Reads the stacks of a chain; equal layers once."""
+
+    def __init__(self, chain: Chain, trained: int, device: Device) -> None:
+        self.device = device
+        self._known: dict[int, PlannedLayer] = {}
+        self._jaxprs: dict[Any, tuple[Any, set[Any], set[Any]]] = {}
+        jaxpr = _jax.open_jaxpr(chain.closed)
+        moving = {v for v in jaxpr.invars[:trained] if is_inexact_type(v.aval)}
+        self._enter((), jaxpr, moving)
+
+    def stack(self, stack: Stack) -> PlannedStack:
+        """Return one stack with the costs of its layers."""
+        layers = [self._layer(stage) for stage in stack.stages]
+        if stack.scanned:
+            layers *= stack.num_layers
+        return PlannedStack(stack.name, stack.scanned, tuple(layers))
+
+    def _layer(self, stage: Stage) -> PlannedLayer:
+        if stage.kind not in self._known:
+            self._known[stage.kind] = self._read(stage)
+        return self._known[stage.kind]
+
+    def _read(self, stage: Stage) -> PlannedLayer:
+        jaxpr, moving, arguments = self._at(stage.place)
+        inside = _jax.open_jaxpr(stage.body).invars
+        if stage.scanned:
+            eqn = jaxpr.eqns[stage.start]
+            consts, carries = _jax.scan_counts(eqn)
+            outer = list(eqn.invars)
+            carry = range(consts, consts + carries)
+            own = range(consts + carries, len(inside))
+        else:
+            outer = list(stage.inputs)
+            carry = [i for i, v in enumerate(outer) if v not in arguments]
+            own = [i for i in range(len(outer)) if i not in carry]
+        trains = [_is_in(v, moving) for v in outer]
+        # What comes from the layer before has a gradient where any parameter has one.
+        wrt = [
+            i
+            for i, v in enumerate(inside)
+            if is_inexact_type(v.aval) and (trains[i] or i in carry)
+        ]
+        shared = [i for i in range(len(inside)) if i not in carry]
+        sizes = [_jax.nbytes(v.aval) for v in inside]
+        return PlannedLayer(
+            stage.kind,
+            layer_costs(stage.body, wrt, shared, self.device),
+            sum(sizes[i] for i in carry),
+            sum(sizes[i] for i in own if i in wrt),
+        )
+
+    def _at(self, place: Sequence[Any]) -> tuple[Any, set[Any], set[Any]]:
+        """Return the jaxpr at a place, what moves in training, and what is given."""
+        key = tuple(place)
+        if key not in self._jaxprs:
+            *above, number, name = place
+            jaxpr, moving, _ = self._at(above)
+            eqn = jaxpr.eqns[number]
+            inner = _jax.open_jaxpr(_jax.inner_jaxprs(eqn)[name])
+            outer = eqn.invars[len(eqn.invars) - len(inner.invars) :]
+            pairs = zip(outer, inner.invars, strict=True)
+            self._enter(key, inner, {v for o, v in pairs if _is_in(o, moving)})
+        return self._jaxprs[key]
+
+    def _enter(self, place: Any, jaxpr: Any, moving: set[Any]) -> None:
+        for eqn in jaxpr.eqns:
+            if any(_is_in(v, moving) for v in eqn.invars):
+                moving.update(v for v in eqn.outvars if is_inexact_type(v.aval))
+        self._jaxprs[place] = jaxpr, moving, Program(jaxpr).arguments
+
+
+def _is_in(atom: Any, variables: set[Any]) -> bool:
+    return not isinstance(atom, _jax.Literal) and atom in variables

@@ -1,0 +1,233 @@
+"""Across the equal layers of loops: how many take which option, in which runs.
+
+A loop holds what all its layers keep until the last of them is reversed, and the
+gradients of all of them from the first on. So the peak of a step is that of its phases:
+the head, with everything kept, and the backward pass of each run r,
+
+    W(r) + kept of the runs up to r + gradients of the runs from r on  <=  free bytes.
+
+With y_ro = 1 where run r takes option o, and n_ro the number of its parts, that is a
+small MILP, which HiGHS solves with a bound (`scipy.optimize.milp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+MOST_RUNS = 3
+_GAP = 2e-4
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What can become of some layers of a stack.
+
+    Attributes:
+        bytes: What stays of them until they are reversed.
+        seconds: What runs again.
+        work_bytes: What their second run and backward pass hold besides.
+        layers: How many layers they are.
+    """
+
+    bytes: int
+    seconds: float
+    work_bytes: int
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A stack of equal layers.
+
+    Attributes:
+        count: How many.
+        choices: What can become of them.
+        gradient_bytes: Of the parameters of one layer.
+        runs: Among how many runs they are shared at most.
+    """
+
+    count: int
+    choices: tuple[Choice, ...]
+    gradient_bytes: int = 0
+    runs: int = MOST_RUNS
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A run: the number of a choice, and how many parts take it."""
+
+    choice: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class RunsAnswer:
+    """The best use of a budget.
+
+    Attributes:
+        runs: The runs of each stack, in order.
+        seconds: What runs again.
+        bound_seconds: No answer within this model takes less.
+    """
+
+    runs: tuple[tuple[Taken, ...], ...]
+    seconds: float
+    bound_seconds: float
+
+
+def peak_bytes(
+    stacks: Sequence[Layers], runs: Sequence[Sequence[Taken]], head_bytes: int
+) -> int:
+    """Return the most bytes that runs hold in any phase, as the module says."""
+    slots = [
+        (layers.choices[t.choice], t.parts, layers.gradient_bytes)
+        for layers, taken in zip(stacks, runs, strict=True)
+        for t in taken
+    ]
+    kept = np.cumsum([parts * c.bytes for c, parts, _ in slots])
+    made = np.array([parts * c.layers * g for c, parts, g in slots])
+    gradients = np.cumsum(made[::-1])[::-1]
+    work = [c.work_bytes for c, _, _ in slots]
+    head = int(kept[-1]) + head_bytes
+    return max(head, *(map(int, work + kept + gradients)))
+
+
+def best_runs(
+    stacks: Sequence[Layers], free_bytes: int, head_bytes: int = 0
+) -> RunsAnswer | None:
+    """Return the least seconds that fit, or None where nothing does.
+
+    Args:
+        stacks: The stacks of a program, in order.
+        free_bytes: For what is kept, gradients and work at once.
+        head_bytes: What is held where everything is kept: by the head, say.
+
+    Example:
+        >>> light, heavy = Choice(1, 2.0, 1), Choice(3, 0.0, 1)
+        >>> answer = best_runs([Layers(4, (light, heavy))], free_bytes=9)
+        >>> answer.seconds, answer.runs
+        (4.0, ((Taken(choice=0, parts=2), Taken(choice=1, parts=2)),))
+    """
+    return _Problem(stacks, free_bytes, head_bytes).solve()
+
+
+class _Problem:
+    """The MILP: columns n and y for each stack, run and choice, in this order."""
+
+    def __init__(
+        self, stacks: Sequence[Layers], free_bytes: int, head_bytes: int
+    ) -> None:
+        self.stacks = stacks
+        self.free = free_bytes
+        self.head = head_bytes
+        self.slots = [
+            (number, run) for number, s in enumerate(stacks) for run in range(s.runs)
+        ]
+        self.columns = [
+            (slot, choice)
+            for slot, (number, _) in enumerate(self.slots)
+            for choice in range(len(stacks[number].choices))
+        ]
+        self.count = len(self.columns)
+        self._scale = max(1.0, float(free_bytes))
+        self._rows: list[tuple[dict[int, float], float, float]] = []
+
+    def _choice(self, column: int) -> Choice:
+        slot, choice = self.columns[column]
+        return self.stacks[self.slots[slot][0]].choices[choice]
+
+    def _layers(self, column: int) -> Layers:
+        return self.stacks[self.slots[self.columns[column][0]][0]]
+
+    def solve(self) -> RunsAnswer | None:
+        """Return the answer, None where there is none."""
+        self._all_layers()
+        self._one_choice_a_run()
+        self._phases()
+        seconds = np.array([self._choice(i).seconds for i in range(self.count)])
+        longest = seconds.max(initial=0.0) or 1.0
+        # Of equal answers the one in fewer runs; and light before heavy.
+        cost = np.concatenate([seconds / longest, np.full(self.count, 1e-6)])
+        most = [self._most(i) for i in range(self.count)]
+        found = milp(
+            cost,
+            integrality=np.ones(2 * self.count),
+            bounds=Bounds(0, np.array([*most, *[1] * self.count])),
+            constraints=self._constraints(),
+            options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+        )
+        if found.x is None:
+            return None
+        return self._answer(found, longest, seconds)
+
+    def _answer(self, found: Any, longest: float, seconds: np.ndarray) -> RunsAnswer:
+        parts = found.x[: self.count].round().astype(int)
+        runs: list[list[Taken]] = [[] for _ in self.stacks]
+        for i, n in enumerate(parts):
+            if n:
+                slot, choice = self.columns[i]
+                runs[self.slots[slot][0]].append(Taken(choice, int(n)))
+        total = float(seconds @ parts)
+        bound = max(0.0, float(found.mip_dual_bound) - 1e-6 * len(self.slots)) * longest
+        return RunsAnswer(tuple(map(tuple, runs)), total, min(total, bound))
+
+    def _most(self, column: int) -> int:
+        return self._layers(column).count // self._choice(column).layers
+
+    def _all_layers(self) -> None:
+        for number, layers in enumerate(self.stacks):
+            row = {
+                i: float(self._choice(i).layers)
+                for i, (slot, _) in enumerate(self.columns)
+                if self.slots[slot][0] == number
+            }
+            self._rows.append((row, layers.count, layers.count))
+
+    def _one_choice_a_run(self) -> None:
+        for i in range(self.count):
+            most = float(self._most(i))
+            self._rows.append(({i: 1.0, self.count + i: -most}, -np.inf, 0.0))
+            # A run of a single layer is no loop: the compiler fuses it otherwise.
+            least = 2.0 if most >= 2 and self._choice(i).layers == 1 else 1.0
+            self._rows.append(({i: 1.0, self.count + i: -least}, 0.0, np.inf))
+        for slot in range(len(self.slots)):
+            row = {
+                self.count + i: 1.0 for i, (s, _) in enumerate(self.columns) if s == slot
+            }
+            self._rows.append((row, -np.inf, 1.0))
+
+    def _phases(self) -> None:
+        kept = {i: self._choice(i).bytes / self._scale for i in range(self.count)}
+        limit = self.free / self._scale
+        self._rows.append((kept, -np.inf, limit - self.head / self._scale))
+        for slot in range(len(self.slots)):
+            row: dict[int, float] = {}
+            for i, (other, _) in enumerate(self.columns):
+                choice = self._choice(i)
+                size = choice.bytes if other <= slot else 0
+                if other >= slot:
+                    size += choice.layers * self._layers(i).gradient_bytes
+                row[i] = size / self._scale
+                if other == slot:
+                    row[self.count + i] = choice.work_bytes / self._scale
+            self._rows.append((row, -np.inf, limit))
+
+    def _constraints(self) -> LinearConstraint:
+        entries = [
+            (number, column, value)
+            for number, (row, _, _) in enumerate(self._rows)
+            for column, value in row.items()
+        ]
+        rows, columns, values = map(np.array, zip(*entries, strict=True))
+        shape = len(self._rows), 2 * self.count
+        matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
+        lower: Any = np.array([low for _, low, _ in self._rows])
+        upper: Any = np.array([high for _, _, high in self._rows])
+        return LinearConstraint(matrix, lower, upper)

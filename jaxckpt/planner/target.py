@@ -1,0 +1,151 @@
+"""What is fitted: a workload's whole training step under a plan, predicted, compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxckpt.devices import Device, use
+from jaxckpt.graph.trace import Graph
+from jaxckpt.memory import Prediction
+from jaxckpt.memory.predict import predict_step
+from jaxckpt.plan import Plan
+from jaxckpt.rewrite import find_chain
+from jaxckpt.rewrite_find import fingerprint_of
+from jaxckpt.schedule import Schedule, none
+from jaxckpt.workload import Workload
+from jaxckpt.xla.compile import compile_for
+from jaxckpt.xla.measure import trace_loss, whole_step
+from jaxckpt.xla.roofline import step_seconds
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a step.
+
+    Attributes:
+        peak_bytes: Device bytes.
+        host_bytes: Host bytes.
+        step_seconds: By a roofline over the compiled program; None for unknown rates.
+    """
+
+    peak_bytes: int
+    host_bytes: int
+    step_seconds: float | None
+
+
+class Target:
+    """A workload on a device: its step under any plan.
+
+    Args:
+        workload: The workload; without optimizer and step of its own, its loss and
+            gradients are the step.
+        device: What it is planned for.
+    """
+
+    def __init__(self, workload: Workload, device: Device) -> None:
+        self.device = device
+        self._donated: int | tuple[int, ...] = 0
+        if workload.optimizer is None and workload.make_step is None:
+            workload = dataclasses.replace(workload, make_step=_value_and_grad)
+            self._donated = ()
+        self.workload = workload
+        self.compiles = 0
+        self._predicted: dict[Any, Prediction] = {}
+        self._compiled: dict[Any, Compiled] = {}
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The loss, traced without a plan."""
+        with use(self.device):
+            return trace_loss(self.workload)
+
+    @cached_property
+    def chain(self) -> Any:
+        """The program as a chain, without remat of its own around its stacks."""
+        with use(self.device):
+            return find_chain(self.graph.fn, self.graph.args, existing="replace")
+
+    def plan(
+        self, rules: tuple[tuple[str, Schedule], ...], form: str | None = None
+    ) -> Plan:
+        """Return rules as a plan for this program."""
+        found = [self.chain.stack(name) for name, _ in rules]
+        depths = tuple(stack.num_layers for stack in found)
+        return Plan(rules, form, "replace", depths, fingerprint_of(found))
+
+    def uniform(self, schedule: Schedule, form: str | None = None) -> Plan:
+        """Return one schedule for all stacks as a plan."""
+        rules = tuple((stack.name, schedule) for stack in self.chain.stacks)
+        return self.plan(rules, form)
+
+    def no_remat(self) -> Plan:
+        """Return the plan that keeps everything."""
+        return self.uniform(none())
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Return what the memory model says of the step under a plan."""
+        key = plan.rules, plan.form
+        if key not in self._predicted:
+            with use(self.device):
+                step, args = self._step(plan)
+                self._predicted[key] = predict_step(
+                    step, *args, donate_argnums=self._donated, device=self.device
+                )
+        return self._predicted[key]
+
+    def compile(self, plan: Plan) -> Compiled:
+        """Return what the compiler says of it.
+
+        Raises:
+            CompileError: The compiler failed.
+        """
+        key = plan.rules, plan.form
+        if key not in self._compiled:
+            self.compiles += 1
+            with use(self.device):
+                step, args = self._step(plan)
+                found = compile_for(
+                    step, *args, device=self.device, donate_argnums=self._donated
+                )
+            self._compiled[key] = Compiled(
+                found.footprint.peak_bytes,
+                found.footprint.host_bytes,
+                self._seconds(found.hlo_text),
+            )
+        return self._compiled[key]
+
+    def traced(self, plan: Plan) -> Graph:
+        """Return the loss under a plan, traced, for its FLOPs."""
+        with use(self.device):
+            graph = trace_loss(self._under(plan))
+            _ = graph.recompute_flops
+        return graph
+
+    def _under(self, plan: Plan) -> Workload:
+        loss = plan.apply(self.workload.loss_fn)
+        return dataclasses.replace(self.workload, loss_fn=loss)
+
+    def _step(self, plan: Plan) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
+        step, state = whole_step(self._under(plan))
+        return step, (state, self.workload.batch)
+
+    def _seconds(self, hlo_text: str) -> float | None:
+        rates = self.device.peak_flops_per_second, self.device.memory_bytes_per_second
+        return None if None in rates else step_seconds(hlo_text, self.device).total
+
+
+def _value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    from jaxckpt.training.step import call_loss
+
+    def loss(params: PyTree, batch: PyTree) -> Any:
+        return call_loss(loss_fn, params, batch, jax.random.key(0))
+
+    return jax.value_and_grad(loss, has_aux=True)
