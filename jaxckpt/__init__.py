@@ -21,6 +21,10 @@ from jaxckpt.memory import Prediction as Prediction
 from jaxckpt.memory import predict as predict
 from jaxckpt.plan import Plan as Plan
 from jaxckpt.plan import plan_from as plan_from
+from jaxckpt.plan_json import load_plan as load_plan
+from jaxckpt.plan_verified import ArgumentShapes as ArgumentShapes
+from jaxckpt.plan_verified import PlanFigures as PlanFigures
+from jaxckpt.plan_verified import Verified as Verified
 from jaxckpt.policy import Decision as Decision
 from jaxckpt.policy import Policy as Policy
 from jaxckpt.policy import offload as offload

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,19 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from jaxckpt._quiet import without_noise
+from jaxckpt.cli_options import (
+    DeviceName,
+    Json,
+    PlanPath,
+    PlanPaths,
+    PolicyText,
+    ScheduleText,
+    Settings,
+    Workload,
+    chosen_rule,
+    loader,
+    offloads,
+)
 from jaxckpt.errors import JaxckptError
 
 
@@ -43,54 +55,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-Workload = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE:WORKLOAD",
-        help="A Python file and a workload function in it: models/gpt.py:tiny.",
-        show_default=False,
-    ),
-]
-DeviceName = Annotated[
-    str,
-    typer.Option(
-        "--device", metavar="NAME", help="A chip of `jaxckpt devices`, or `attached`."
-    ),
-]
-PolicyText = Annotated[
-    str | None,
-    typer.Option(
-        "--policy",
-        metavar="P",
-        help="none, full, dots, dots_no_batch, a recipe such as maxtext:minimal, or an "
-        "expression such as 'save(query_proj, mlp*) | offload(context)'. Without it "
-        "and a schedule: none.",
-        show_default=False,
-    ),
-]
-ScheduleText = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        metavar="S",
-        help="Which layers are rematerialised: every(4), remat_every(2, full), sqrt(), "
-        "nested(4, 2), binomial(3), or a tree such as 'Remat(full, 12), Keep(4)'.",
-        show_default=False,
-    ),
-]
-Settings = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="A keyword of the workload function, such as batch=4. May be repeated.",
-        show_default=False,
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-]
 
 
 def _show_version(wanted: bool) -> bool:
@@ -149,6 +113,7 @@ def explain(
     device: DeviceName = "attached",
     policy: PolicyText = None,
     schedule: ScheduleText = None,
+    plan: PlanPath = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
     peak: Annotated[
         bool,
@@ -166,10 +131,14 @@ def explain(
     from jaxckpt.report.explain import explain_workload
 
     with _only_json(as_json):
-        rules = _rules(policy, schedule)
-        load = _loader(workload, settings, **rules)
+        rule, chip = chosen_rule(policy, schedule, plan), get_device(device)
         explanation = explain_workload(
-            load, **rules, device=get_device(device), peak=peak, stages=stages
+            loader(workload, settings, rule, chip.name),
+            **rule.parsed(),
+            plan=rule.plan,
+            device=chip,
+            peak=peak,
+            stages=stages,
         )
     if as_json:
         _print_json(explanation.as_json())
@@ -183,6 +152,7 @@ def measure(
     device: DeviceName = "attached",
     policy: PolicyText = None,
     schedule: ScheduleText = None,
+    plan: PlanPath = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
@@ -192,18 +162,15 @@ def measure(
     from jaxckpt.xla.measure import measure_workload
 
     with _only_json(as_json):
-        load = _loader(workload, settings, **_rules(policy, schedule))
+        rule, chip = chosen_rule(policy, schedule, plan), get_device(device)
+        load = loader(workload, settings, rule, chip.name)
         measured = measure_workload(
-            load,
-            device=get_device(device),
-            policy=_policy_said(policy, schedule),
-            schedule=schedule,
-            label=workload,
+            load, device=chip, **rule.said(), label=workload
         ).as_json()
     if as_json:
         _print_json(measured)
     else:
-        print(f"{workload} on {device}, {rules_said(policy, schedule)}")
+        print(f"{workload} on {device}, {rules_said(policy, schedule, plan)}")
         _print(measurement_table(measured))
 
 
@@ -228,6 +195,7 @@ def compare(
             show_default=False,
         ),
     ] = [],  # noqa: B006
+    plan: PlanPaths = [],  # noqa: B006
     settings: Settings = [],  # noqa: B006
     as_json: Json = False,
     plot: Annotated[
@@ -237,19 +205,19 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Measure a training step under several policies and schedules."""
+    """Measure a training step under several policies, schedules and plans."""
     from jaxckpt.devices import get_device
     from jaxckpt.report import comparison_parts
     from jaxckpt.report.compare import chosen_rules, compare_policies, status
     from jaxckpt.report.plots import check_plot, plot_comparison
 
     with _only_json(as_json):
-        rules = chosen_rules(policies, schedules)
+        rules = chosen_rules(policies, schedules, plan)
         chip = get_device(device)
         if plot is not None:
             check_plot(plot)
         found = compare_policies(
-            lambda rule: _loader(workload, settings, **rule.parsed())(),
+            lambda rule: loader(workload, settings, rule, chip.name)(),
             rules,
             chip,
             label=workload,
@@ -274,6 +242,7 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.", show_default=False)],
     policy: PolicyText = None,
     schedule: ScheduleText = None,
+    plan: PlanPath = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
     data: Annotated[
         Path | None, typer.Option(help="A text file or a folder of them to train on.")
@@ -288,58 +257,22 @@ def train(
     from jaxckpt.training import train as run
     from jaxckpt.xla.measure import trace_loss
 
-    rules = _rules(policy, schedule)
+    rule = chosen_rule(policy, schedule, plan)
     data_path = None if data is None else str(data)
-    load = _loader(workload, settings, **rules, data_path=data_path)
+    load = loader(workload, settings, rule, "attached", data_path=data_path)
     with use(get_device("attached")) as device:
         loaded = load()
-        if device.platform == "cpu" and _offloads(**rules, layers=loaded.layers):
+        if device.platform == "cpu" and offloads(rule, loaded.layers):
             print("note: offload has no effect on the cpu backend.", file=sys.stderr)
         flops = trace_loss(loaded).forward_flops
         result = run(loaded, steps=steps, out=out, forward_flops=flops)
-    print(f"{workload}, {steps} steps, {rules_said(policy, schedule)}")
+    print(f"{workload}, {steps} steps, {rules_said(policy, schedule, plan)}")
     _print(train_table(result))
 
 
 def _device_row(device: Any, reason: str | None) -> dict[str, Any]:
     answer = {"can_compile": reason is None, "reason": reason}
     return dataclasses.asdict(device) | answer
-
-
-def _rules(policy: str | None, schedule: str | None) -> dict[str, Any]:
-    """Return the keywords of a workload function that the two options mean.
-
-    Raises:
-        PolicyError: The policy cannot be read.
-        ScheduleError: The schedule cannot, or leaves no place for the policy.
-    """
-    from jaxckpt.report.compare import Rule
-    from jaxckpt.schedule import combine
-
-    parsed = Rule(policy, schedule).parsed()
-    combine(policy, parsed["schedule"])
-    return parsed
-
-
-def _offloads(policy: Any, schedule: Any, layers: int | None) -> bool:
-    """Return whether a policy, or one inside a schedule, moves values to the host."""
-    from jaxckpt.schedule_tree import policies_in
-
-    policies = [] if policy is None else [policy]
-    if schedule is not None and layers is not None:
-        policies += policies_in(schedule.nodes(layers))
-    return any(p.offloads() for p in policies)
-
-
-def _policy_said(policy: str | None, schedule: str | None) -> str | None:
-    return "none" if policy is None and schedule is None else policy
-
-
-def _loader(spec: str, settings: list[str], **extra: Any) -> Callable[[], Any]:
-    """Return what calls the workload function: within the context of the target."""
-    from jaxckpt.loading import load_workload
-
-    return functools.partial(load_workload, spec, settings, **extra)
 
 
 def _print(table: Any) -> None:

@@ -10,12 +10,12 @@ The rule for the form, with the peaks that it comes from: GiB of a Llama-3-1b Ad
 step, batch 4 x 4096, for an absent H100 (jax 0.10.2; `benchmarks/forms.py`).
 
     schedule                                explicit    scan   unrolled
-    none                                       55.94   57.74      39.24
-    full                                       20.97   22.48      25.34
-    every(4)                                   24.23   32.41      26.04
-    nested(4, 2)                               22.27   30.03      25.68
-    remat_every(2)                             40.08   42.68      32.69
-    12 layers keep A, 4 keep A + gate, up      24.31   28.18      29.59
+    none                                       55.87   57.68      38.56
+    full                                       20.91   22.45      25.22
+    every(4)                                   24.16   32.35      25.97
+    nested(4, 2)                               22.21   29.97      25.69
+    remat_every(2)                             40.02   42.61      32.20
+    12 layers keep A, 4 keep A + gate, up      24.06   27.96      29.10
 
 A is query, key and value, context and log-sum-exp, and the projection out.
 

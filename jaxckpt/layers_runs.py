@@ -102,10 +102,10 @@ def straight(runs: Sequence[Run]) -> tuple[Run, ...]:
     it would store every residual. GiB of the step of `layers.py`'s table:
 
         schedule        as loops    straight
-        every(2)           25.80       21.91
-        every(4)           30.44       24.23
-        every(8)           40.11       29.24
-        nested(4, 2)       26.58       22.27
+        every(2)           25.73       21.85
+        every(4)           30.38       24.16
+        every(8)           40.04       29.17
+        nested(4, 2)       26.52       22.21
 
     The price is time to compile (5 s for `every(2)`, 11 s for `every(16)`).
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jaxckpt.errors import JaxckptError, PlanError, did_you_mean
 from jaxckpt.layers import check_form
-from jaxckpt.policy import parse_policy
+from jaxckpt.plan_verified import PlanFigures, Verified
+from jaxckpt.policy import Policy, parse_policy
 from jaxckpt.rewrite import apply, find_chain, try_call
 from jaxckpt.rewrite_find import check_names, fingerprint_of
 from jaxckpt.schedule import Schedule, as_schedule, parse_schedule
+from jaxckpt.schedule_tree import policies_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,6 +33,7 @@ class Plan:
         depths: The number of layers of each stack.
         fingerprint: What tells the program from others; None to ask only for stacks of
             these names.
+        verified: What `fit` found for it; None for a plan that was not fitted.
 
     Example:
         >>> plan = Plan((("encoder", parse_schedule("every(4)")),), depths=(8,))
@@ -47,6 +51,7 @@ class Plan:
     existing: str = "replace"
     depths: tuple[int, ...] = ()
     fingerprint: str | None = None
+    verified: Verified | None = None
 
     def __post_init__(self) -> None:
         check_settings(self.form, self.existing)
@@ -83,9 +88,91 @@ class Plan:
             )
         return self.rules[0][1]
 
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policies in its schedules, where the depths of its stacks are known."""
+        pairs = zip(self.rules, self.depths, strict=False)
+        trees = (schedule.nodes(depth) for (_, schedule), depth in pairs)
+        return tuple(policy for tree in trees for policy in policies_in(tree))
+
+    @property
+    def predicted(self) -> PlanFigures:
+        """What the model said of a step, last (`PlanError` where it was not fitted)."""
+        return self._fitted().predicted
+
+    @property
+    def compiled(self) -> PlanFigures:
+        """What the compiler said of it (`PlanError` where it was not fitted)."""
+        return self._fitted().compiled
+
+    @property
+    def forward_flops(self) -> int:
+        """Matmul FLOPs of a forward pass (`PlanError` where it was not fitted)."""
+        return self._fitted().forward_flops
+
+    @property
+    def recompute_flops(self) -> int:
+        """Matmul FLOPs that run again (`PlanError` where it was not fitted)."""
+        return self._fitted().recompute_flops
+
+    @property
+    def gap(self) -> float | None:
+        """Distance from the lower bound (`PlanError` where it was not fitted)."""
+        return self._fitted().gap
+
+    def _fitted(self) -> Verified:
+        if self.verified is None:
+            raise PlanError(
+                "The plan was not fitted, so that nothing was predicted or compiled "
+                "for it. `jaxckpt.fit` makes plans that were; for this one ask "
+                "`jaxckpt.predict(graph, plan, ...)`."
+            )
+        return self.verified
+
     def apply(self, fn: Function) -> Function:
         """Return a function that follows the plan (`jaxckpt.rewrite.apply`)."""
         return apply(self, fn)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON that reads and compares well.
+
+        Raises:
+            PlanError: It holds what a plan file cannot, such as a number that is none.
+
+        Example:
+            >>> plan = Plan((("layers", parse_schedule("every(4)")),), depths=(8,))
+            >>> Plan.from_json(plan.to_json()) == plan
+            True
+        """
+        from jaxckpt.plan_json import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, *, edited: bool = False) -> Plan:
+        """Return the plan that a JSON text holds; see `jaxckpt.load_plan`."""
+        from jaxckpt.plan_json import from_json
+
+        return from_json(text, edited=edited)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, or leave the file that is there as it is.
+
+        A run that is killed meanwhile leaves either the old file or the new one.
+
+        Raises:
+            PlanError: The file cannot be written.
+        """
+        from jaxckpt.plan_json import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, edited: bool = False) -> Plan:
+        """Return the plan in a file; see `jaxckpt.load_plan`."""
+        from jaxckpt.plan_json import load_plan
+
+        return load_plan(path, edited=edited)
 
     def __str__(self) -> str:
         depths = self.depths or (None,) * len(self.rules)
@@ -97,7 +184,24 @@ class Plan:
             lines.append(f"form: {self.form}")
         if self.existing == "keep":
             lines.append("remat of the program's own stays")
+        if self.verified is not None:
+            lines.append(str(self.verified))
         return "\n".join(lines)
+
+
+def rules_text(plan: Plan) -> str:
+    """Return the schedules of a plan as one text.
+
+    Example:
+        >>> one, two = parse_schedule("every(4)"), parse_schedule("full")
+        >>> rules_text(Plan((("encoder", one), ("decoder", two))))
+        'encoder: every(4); decoder: full'
+        >>> rules_text(Plan((("encoder", one), ("decoder", one))))
+        'every(4)'
+    """
+    if len({schedule for _, schedule in plan.rules}) == 1:
+        return str(plan.schedule)
+    return "; ".join(f"{name}: {schedule}" for name, schedule in plan.rules)
 
 
 def plan_from(

@@ -31,7 +31,7 @@ _WORDS = "none", "full"  # also without parentheses
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
 _TIMES = re.compile(r"\s*([^\s(),*]+)\s*\*(?!\*)(.*)", re.DOTALL)
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)(.*)", re.DOTALL)
-_QUOTED = re.compile(r"""\s*(["'])(?:\\.|(?!\1).)*\1\s*""", re.DOTALL)
+_QUOTED = re.compile(r"""\s*(["'])(?:\\.|(?!\1)[^\\])*\1\s*""", re.DOTALL)
 _NUMBER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _MOST_NODES = 10_000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,10 @@ def cross_entropy(
         targets: The token that follows each position.
         chunks: 0 computes all logits at once: `batch * seq * vocab` floats, kept for
             the backward pass. `n > 0` cuts the sequence in `n` parts, one after the
-            other; where a gradient is taken, each part's is made beside its loss, so
-            that an `n`-th of the bytes is alive and no product runs again. There is no
-            forward mode through it then.
+            other. Where a gradient is taken, each part's is made beside its loss: an
+            `n`-th of the bytes is alive, and no product runs again. Then `jax.jvp` of
+            the loss itself is not there, as of any `custom_vjp`; Hessian-vector
+            products (`jax.jvp` of the gradient) are.
 
     Raises:
         WorkloadError: `chunks` is negative or does not divide the sequence.
@@ -44,7 +46,10 @@ def cross_entropy(
     check_chunks(chunks, targets.shape[1])
     if chunks == 0:
         return _sum_of_losses(hidden, table, targets) / targets.size
-    return _chunked(hidden, table, targets, chunks) / targets.size
+    # The table is float32 in there, so that the parts of its gradient add up in that.
+    table = table.astype(jnp.float32)
+    total: Any = _sum_in_chunks(hidden, table, targets, chunks)
+    return total / targets.size
 
 
 def check_chunks(chunks: int, seq: int) -> None:
@@ -58,18 +63,24 @@ def check_chunks(chunks: int, seq: int) -> None:
 
 
 def _sum_of_losses(hidden: Array, table: Array, targets: Array) -> Float[Array, ""]:
-    logits = jnp.einsum(
-        "bse,ve->bsv",
-        hidden,
-        table.astype(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    logits = _logits(hidden, table)
     of_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - of_target)
 
 
+def _logits(hidden: Array, table: Array) -> Float[Array, "batch seq vocab"]:
+    return _product("bse,ve->bsv", hidden, table.astype(hidden.dtype))
+
+
+def _product(axes: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
+
+
+# --- In chunks -----------------------------------------------------------------------
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(hidden: Array, table: Array, targets: Array, chunks: int) -> Array:
+def _sum_in_chunks(hidden: Array, table: Array, targets: Array, chunks: int) -> Array:
     """Return the sum of the losses, one part of the sequence after the other.
 
     A loss is where the backward pass turns round: its gradient can be made while the
@@ -84,44 +95,50 @@ def _chunked(hidden: Array, table: Array, targets: Array, chunks: int) -> Array:
     return jax.lax.scan(add_chunk, jnp.float32(0), parts)[0]
 
 
-def _chunked_forward(hidden, table, targets, chunks):
-    trains_table = table.perturbed
+def _forward_in_chunks(hidden, table, targets, chunks):
+    """Return the sum, and its gradients of `hidden` and `table`: None for a frozen one.
+
+    Each argument has a `value`, and is `perturbed` where its gradient is wanted.
+    """
+    trains_hidden, trains_table = hidden.perturbed, table.perturbed
     hidden, table, targets = hidden.value, table.value, targets.value
 
     def add_chunk(totals, hidden_targets):
         total, d_table = totals
         hidden_chunk, target_chunk = hidden_targets
-        cast_table = table.astype(hidden.dtype)
-        logits = _product("bse,ve->bsv", hidden_chunk, cast_table)
-        lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        is_target = jnp.arange(logits.shape[-1]) == target_chunk[..., None]
-        total += jnp.sum(lse) - jnp.sum(jnp.where(is_target, logits, 0.0))
-        d_logits = (jnp.exp(logits - lse) - is_target).astype(hidden.dtype)
-        d_chunk = _product("bsv,ve->bse", d_logits, cast_table)
+        loss, d_logits = _loss_and_gradient(_logits(hidden_chunk, table), target_chunk)
+        d_logits = d_logits.astype(hidden.dtype)
+        d_hidden = _gradient_of_hidden(d_logits, table) if trains_hidden else None
         if trains_table:
-            # The parts add up in the table's own dtype, not in that of `hidden`.
             d_table += _product("bsv,bse->ve", d_logits, hidden_chunk)
-        return (total, d_table), d_chunk.astype(hidden.dtype)
+        return (total + loss, d_table), d_hidden
 
+    d_table = jnp.zeros(table.shape, jnp.float32) if trains_table else None
     parts = _split(hidden, chunks), _split(targets, chunks)
-    zeros = jnp.zeros_like(table) if trains_table else None
-    totals = jnp.float32(0), zeros
-    (total, d_table), d_hidden = jax.lax.scan(add_chunk, totals, parts)
-    return total, (_joined(d_hidden), d_table)
+    zeros = jnp.float32(0), d_table
+    (total, d_table), d_hidden = jax.lax.scan(add_chunk, zeros, parts)
+    return total, (jax.tree.map(_joined, d_hidden), d_table)
 
 
-def _chunked_backward(chunks, gradients, d_total):
-    d_hidden, d_table = gradients
-    scaled = [
-        None if x is None else (d_total * x).astype(x.dtype)
-        for x in (d_hidden, d_table)
-    ]
+def _backward_in_chunks(chunks, gradients, d_total):
+    scaled = [x if x is None else (d_total * x).astype(x.dtype) for x in gradients]
     return (*scaled, None)
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
+_sum_in_chunks.defvjp(_forward_in_chunks, _backward_in_chunks, symbolic_zeros=True)
 
-_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+def _loss_and_gradient(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Return the sum of the losses and its gradient of the logits."""
+    lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    of_target = jnp.sum(logits, axis=-1, keepdims=True, where=is_target)
+    return jnp.sum(lse - of_target), jnp.exp(logits - lse) - is_target
+
+
+def _gradient_of_hidden(d_logits: Array, table: Array) -> Array:
+    d_hidden = _product("bsv,ve->bse", d_logits, table.astype(d_logits.dtype))
+    return d_hidden.astype(d_logits.dtype)
 
 
 def _split(x: Array, chunks: int) -> Array:

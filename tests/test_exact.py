@@ -123,10 +123,7 @@ def _values(x):
 
 
 def gradient_products(loss_fn, params, batch):
-    """Return the FLOPs of all products of forward and backward pass.
-
-    The loss itself is one of the results: without it a chunked one's forward is dead.
-    """
+    """Return the FLOPs of all products of forward and backward pass."""
     closed = jax.make_jaxpr(jax.value_and_grad(loss_fn))(params, batch)
     return _products(_jax.without_dead_code(closed))
 

@@ -17,7 +17,6 @@ from jaxckpt.errors import WorkloadError
 from jaxckpt.graph.flops import count_flops, equations
 from jaxckpt.training import TrainState, train, train_step_fn
 from models import gpt
-from models.losses import cross_entropy
 
 SMALL = {"num_layers": 2, "batch": 4, "seq": 16, "dtype": "float32"}
 VALUE_NAMES = {
@@ -189,14 +188,13 @@ def _gradient_jaxpr(**settings):
     return jax.make_jaxpr(jax.grad(workload.loss_fn))(workload.params, workload.batch)
 
 
+@pytest.mark.parametrize("loss_chunks", [0, 4])
 @pytest.mark.parametrize("scan", [True, False])
-def test_unchunked_loss_computes_nothing_twice_and_a_chunked_one_the_head(scan):
+def test_without_a_policy_nothing_is_computed_twice(scan, loss_chunks):
     config = gpt.GPTConfig(num_layers=2, width=128, num_heads=4, vocab_size=256)
     forward = gpt.forward_flops(config, batch=4, seq=16)
-    head = 2 * 4 * 16 * 128 * 256
-    for chunks, again in ((0, 0), (4, head)):
-        jaxpr = _gradient_jaxpr(attention="xla", scan=scan, loss_chunks=chunks)
-        assert count_flops(jaxpr).matmul == 3 * forward + again
+    jaxpr = _gradient_jaxpr(attention="xla", scan=scan, loss_chunks=loss_chunks)
+    assert count_flops(jaxpr).matmul == 3 * forward
 
 
 def test_chunked_loss_never_has_all_logits():
@@ -204,22 +202,6 @@ def test_chunked_loss_never_has_all_logits():
     assert whole in str(_gradient_jaxpr())
     text = str(_gradient_jaxpr(loss_chunks=4))
     assert whole not in text and chunked in text
-
-
-def test_chunked_loss_adds_up_table_gradients_in_float32():
-    keys = jax.random.split(jax.random.key(0))
-    hidden = jax.random.normal(keys[0], (2, 64, 8), jnp.bfloat16)
-    table = jax.random.normal(keys[1], (32, 8))
-    targets = jnp.arange(128).reshape(2, 64) % 32
-
-    def gradient(chunks):
-        return jax.grad(lambda t: cross_entropy(hidden, t, targets, chunks=chunks))(
-            table
-        )
-
-    wanted = gradient(0)
-    error = jnp.max(jnp.abs(gradient(64) - wanted)) / jnp.max(jnp.abs(wanted))
-    assert error < 4e-3
 
 
 def test_eval_loss_carries_no_remat_cost():

@@ -397,6 +397,11 @@ def test_a_policy_inside_that_is_none_says_so(text, parts):
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")
 @pytest.mark.filterwarnings('ignore:"')
+def test_many_backslashes_take_no_longer_than_others():
+    with pytest.raises(PolicyError, match="is not a policy"):
+        parse_schedule('uniform("' + "\\" * 4000 + '" | save(a))')
+
+
 def test_a_mutated_text_gives_a_schedule_or_a_clear_error():
     rng = random.Random(0)
     pieces = list("(),*='\"\\|;- 0129aKS") + ["Keep(", "Segment(", "policy=", "every"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,9 @@ from jaxckpt.schedule_tree import Node, Remat, Segment
 _TOLERANCE = 0.01
 """Choices whose seconds lie by a larger share above the convex hull are not offered."""
 _MOST_IN_SEGMENT = 16
+
+WorkBytes = Callable[[Point], int]
+"""The bytes that a layer's second run and backward pass hold, by what is kept."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,25 @@ class LoopSolver:
 
     Args:
         stacks: The stacks of a program, in order.
-        work_bytes: What the backward pass of one layer holds, by stack.
+        work_bytes: What the backward pass of a layer holds, by its kind.
         head_bytes: What the head holds besides what is kept.
     """
 
     def __init__(
-        self, stacks: Sequence[PlannedStack], work_bytes: Sequence[int], head_bytes: int
+        self,
+        stacks: Sequence[PlannedStack],
+        work_bytes: Mapping[int, WorkBytes],
+        head_bytes: int,
     ) -> None:
         self._head = head_bytes
         self._names: list[str] = []
         self._offers: list[list[_Offer]] = []
         self._layers: list[Layers] = []
         self._of_stack: list[int] = []
-        for number, (stack, work) in enumerate(zip(stacks, work_bytes, strict=True)):
+        for number, stack in enumerate(stacks):
             self._names.append(stack.name)
             for layer, count in _blocks(stack):
-                offers = _offers(layer, count, work)
+                offers = _offers(layer, count, work_bytes[layer.kind])
                 self._offers.append(offers)
                 self._of_stack.append(number)
                 choices = tuple(offer.choice for offer in offers)
@@ -101,8 +107,13 @@ class LoopSolver:
         Where the first layer is reversed, everything is kept, and its work fits beside
         it; as a linear programme of layers to choices.
         """
-        choices = [c for layers in self._layers for c in layers.choices]
-        owner = [i for i, layers in enumerate(self._layers) for _ in layers.choices]
+        pairs = [
+            (choice, i)
+            for i, layers in enumerate(self._layers)
+            for choice in layers.choices
+            if choice.work_bytes + choice.bytes + layers.gradient_bytes <= free_bytes
+        ]
+        choices, owner = zip(*pairs, strict=True)
         last = self._layers[-1]
         work = min(c.work_bytes for c in last.choices) + last.gradient_bytes
         free = free_bytes - max(self._head, work)
@@ -131,56 +142,65 @@ def _blocks(stack: PlannedStack) -> list[tuple[PlannedLayer, int]]:
     return found
 
 
-def _offers(layer: PlannedLayer, count: int, work_bytes: int) -> list[_Offer]:
-    """Return what can become of layers, what no budget uses left out."""
+def _offers(layer: PlannedLayer, count: int, work_bytes: WorkBytes) -> list[_Offer]:
+    """Return what can become of layers, what hardly any budget uses left out."""
     points = frontier(layer.costs.stage)
-    offers = [_single(layer, point, work_bytes) for point in points]
-    for size in range(2, min(count, _MOST_IN_SEGMENT) + 1):
-        if count % size in (0, 1) or size <= 4:
-            offers += [_segment(layer, point, size, work_bytes) for point in points]
-    return _near_hull(offers)
+    singles = [_single(layer, point, work_bytes) for point in points]
+    offers = _near_hull(singles, lambda choice: choice.bytes)
+    for size in _segment_sizes(count):
+        segments = [_segment(layer, point, size, work_bytes) for point in points]
+        offers += _near_hull(segments, lambda choice: choice.work_bytes)
+    return offers
 
 
-def _single(layer: PlannedLayer, point: Point, work_bytes: int) -> _Offer:
+def _segment_sizes(count: int) -> list[int]:
+    """Return how many layers a segment may have: few, or such as to divide them all.
+
+    Example:
+        >>> _segment_sizes(30)
+        [2, 3, 4, 5, 6, 10, 15]
+    """
+    most = min(count, _MOST_IN_SEGMENT)
+    return [n for n in range(2, most + 1) if n <= 4 or count % n == 0]
+
+
+def _single(layer: PlannedLayer, point: Point, work_bytes: WorkBytes) -> _Offer:
     kept = layer.input_bytes + point.bytes
     policy = layer.costs.policy(point.saved)
-    return _Offer(Choice(kept, point.seconds, work_bytes), (Remat(policy, 1),))
+    choice = Choice(kept, point.seconds, work_bytes(point))
+    return _Offer(choice, (Remat(policy, 1),))
 
 
-def _segment(layer: PlannedLayer, point: Point, size: int, work_bytes: int) -> _Offer:
+def _segment(
+    layer: PlannedLayer, point: Point, size: int, work_bytes: WorkBytes
+) -> _Offer:
     """Return a segment of layers that keep a point's values in their second run.
 
     Of the last layer only the input is needed where nothing is kept of it.
     """
     again = size if point.saved else size - 1
     seconds = again * layer.costs.forward_seconds + size * point.seconds
-    work = work_bytes + size * (layer.input_bytes + point.bytes)
-    inside = Remat(layer.costs.policy(point.saved), size)
-    choice = Choice(layer.input_bytes, seconds, work, size)
-    return _Offer(choice, (Segment((inside,)),))
+    inside = layer.input_bytes + point.bytes + layer.gradient_bytes
+    work = work_bytes(point) + size * inside
+    node = Segment((Remat(layer.costs.policy(point.saved), size),))
+    return _Offer(Choice(layer.input_bytes, seconds, work, size), (node,))
 
 
-def _near_hull(offers: list[_Offer]) -> list[_Offer]:
-    """Return the offers on or near the convex hull of bytes and seconds of a layer."""
+def _near_hull(offers: list[_Offer], size_of: Callable[[Choice], int]) -> list[_Offer]:
+    """Return the offers on or near the convex hull of sizes and seconds."""
+    pairs = [(float(size_of(o.choice)), o.choice.seconds) for o in offers]
     hull: list[tuple[float, float]] = []
-    for point in sorted(_of_layer(o.choice) for o in offers):
-        if hull and point[1] >= hull[-1][1]:
+    for pair in sorted(pairs):
+        if hull and pair[1] >= hull[-1][1]:
             continue
-        while len(hull) >= 2 and _above(hull[-2], hull[-1], point):
+        while len(hull) >= 2 and _above(hull[-2], hull[-1], pair):
             hull.pop()
-        hull.append(point)
+        hull.append(pair)
     sizes, seconds = zip(*hull, strict=True)
-
-    def is_near(choice: Choice) -> bool:
-        size, again = _of_layer(choice)
-        limit = float(np.interp(size, sizes, seconds))
-        return again <= limit * (1 + _TOLERANCE) + 1e-12
-
-    return [offer for offer in offers if is_near(offer.choice)]
-
-
-def _of_layer(choice: Choice) -> tuple[float, float]:
-    return choice.bytes / choice.layers, choice.seconds / choice.layers
+    near = (1 + _TOLERANCE) * np.interp([x for x, _ in pairs], sizes, seconds)
+    return [
+        o for o, limit in zip(offers, near, strict=True) if o.choice.seconds <= limit
+    ]
 
 
 def _above(

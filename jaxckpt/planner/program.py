@@ -30,12 +30,20 @@ class PlannedLayer:
         costs: What it can keep, and what that saves.
         input_bytes: Of what it gets from the layer before.
         gradient_bytes: Of its parameters that are trained.
+        body: Its closed jaxpr.
+        num_consts: Of a loop: how many inputs all layers share.
+        num_carry: Of a loop: how many inputs come from the layer before.
+        wrt: Which inputs are differentiated.
     """
 
     kind: int
     costs: LayerCosts
     input_bytes: int
     gradient_bytes: int
+    body: Any
+    num_consts: int
+    num_carry: int
+    wrt: tuple[bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +127,10 @@ class _Reader:
             layer_costs(stage.body, wrt, shared, self.device),
             sum(sizes[i] for i in carry),
             sum(sizes[i] for i in own if i in wrt),
+            stage.body,
+            len(inside) - len(own) - len(carry),
+            len(carry),
+            tuple(i in wrt for i in range(len(inside))),
         )
 
     def _at(self, place: Sequence[Any]) -> tuple[Any, set[Any], set[Any]]:

@@ -199,7 +199,9 @@ class _Problem:
             self._rows.append(({i: 1.0, self.count + i: -least}, 0.0, np.inf))
         for slot in range(len(self.slots)):
             row = {
-                self.count + i: 1.0 for i, (s, _) in enumerate(self.columns) if s == slot
+                self.count + i: 1.0
+                for i, (s, _) in enumerate(self.columns)
+                if s == slot
             }
             self._rows.append((row, -np.inf, 1.0))
 

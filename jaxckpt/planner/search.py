@@ -14,9 +14,10 @@ from jaxckpt.graph.gradient import is_inexact
 from jaxckpt.memory import Prediction
 from jaxckpt.plan import Plan
 from jaxckpt.planner.links import LinkSolver
-from jaxckpt.planner.loops import LoopSolver, Solved, Solver
+from jaxckpt.planner.loops import LoopSolver, Solved, Solver, WorkBytes
 from jaxckpt.planner.program import PlannedStack, read_stacks
 from jaxckpt.planner.target import Target
+from jaxckpt.planner.work import work_bytes
 from jaxckpt.schedule import full
 
 _CLOSE = 0.004
@@ -74,9 +75,7 @@ class Search:
             else:
                 found = self._found(solved)
                 miss = found.predicted_bytes - goal_bytes
-                self._offset = (
-                    found.predicted_bytes - self._there - solved.peak_bytes
-                )
+                self._offset = found.predicted_bytes - self._there - solved.peak_bytes
                 if miss <= 0:
                     low = free
                     if best is None or found.seconds < best.seconds:
@@ -127,7 +126,18 @@ class Search:
         if len(self.stacks) == 1 and not self.stacks[0].scanned:
             most = 2 * (self._most_of(self.stacks[0]) + work + head)
             return LinkSolver(self.stacks[0], work, head, most)
-        return LoopSolver(self.stacks, [work] * len(self.stacks), head)
+        return LoopSolver(self.stacks, self._loop_works(work), head)
+
+    def _loop_works(self, work: int) -> dict[int, WorkBytes]:
+        found: dict[int, WorkBytes] = {}
+        for stack in self.stacks:
+            for layer in stack.layers:
+                if layer.kind not in found:
+                    device = self.target.device
+                    found[layer.kind] = (
+                        work_bytes(layer, device) if stack.scanned else lambda _: work
+                    )
+        return found
 
     def _most_of(self, stack: PlannedStack) -> int:
         return sum(

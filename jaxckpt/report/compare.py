@@ -1,8 +1,9 @@
-"""`compare`: what each of several policies and schedules costs one workload."""
+"""`compare`: what each of several policies, schedules and plans costs one workload."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from jaxckpt.devices import Device
-from jaxckpt.errors import CompileError, JaxckptError, PolicyError
+from jaxckpt.errors import CompileError, JaxckptError, PlanError, PolicyError
+from jaxckpt.plan_file import PlanFile, read_plan_file
 from jaxckpt.policy import parse_policy
 from jaxckpt.policy_text import recipe_names
 from jaxckpt.schedule import parse_schedule
@@ -24,21 +26,35 @@ Progress = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A policy or a schedule to compare, as text.
+    """A policy or a schedule as text, or both, or a plan: what rules a workload.
 
     Attributes:
         policy: The policy; None where there is only a schedule.
         schedule: The schedule; None where there is only a policy.
         optional: Whether it may be left out where it does not suit the model.
+        plan: The plan; there is neither a policy nor a schedule beside it.
+
+    Raises:
+        PlanError: There is.
     """
 
     policy: str | None = None
     schedule: str | None = None
     optional: bool = False
+    plan: PlanFile | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and (self.policy or self.schedule):
+            raise PlanError(
+                f"`--plan {self.plan.path}` says by itself what each layer does. Give "
+                "it without `--policy` and `--schedule`."
+            )
 
     @property
     def label(self) -> str:
         """How messages call it."""
+        if self.plan is not None:
+            return f"plan {self.plan.path}"
         return f"schedule {self.schedule}" if self.schedule else f"policy {self.policy}"
 
     def parsed(self) -> dict[str, Any]:
@@ -51,6 +67,23 @@ class Rule:
         policy = None if self.policy is None else parse_policy(self.policy)
         schedule = None if self.schedule is None else parse_schedule(self.schedule)
         return {"policy": policy, "schedule": schedule}
+
+    def said(self) -> dict[str, str | None]:
+        """Return the keywords `policy`, `schedule` and `plan` of a measurement.
+
+        Example:
+            >>> Rule().said()
+            {'policy': 'none', 'schedule': None, 'plan': None}
+        """
+        if self.plan is not None:
+            schedule, path = self.plan.schedule, self.plan.path
+            return {"policy": None, "schedule": schedule, "plan": path}
+        policy = "none" if self.schedule is None else None
+        return {
+            "policy": self.policy or policy,
+            "schedule": self.schedule,
+            "plan": None,
+        }
 
 
 @dataclass(frozen=True)
@@ -111,15 +144,20 @@ def default_rules() -> tuple[Rule, ...]:
 
 
 def chosen_rules(
-    policies: Iterable[str] = (), schedules: Iterable[str] = ()
+    policies: Iterable[str] = (),
+    schedules: Iterable[str] = (),
+    plans: Iterable[str | os.PathLike[str]] = (),
 ) -> tuple[Rule, ...]:
-    """Return the rules that lists of policies and of schedules hold.
+    """Return the rules that lists of policies and of schedules hold, and plan files.
 
     Args:
         policies: Texts of policies with commas between them.
         schedules: Texts of schedules with semicolons between them.
+        plans: Paths of plan files. They come beside the other rules, which are the
+            default ones where there are none.
 
     Raises:
+        PlanError: A plan file cannot be read.
         PolicyError: A policy cannot be read.
         ScheduleError: A schedule cannot be read, or a list cannot be taken apart.
 
@@ -133,7 +171,8 @@ def chosen_rules(
     ]
     for rule in rules:
         rule.parsed()
-    return tuple(rules) or default_rules()
+    planned = [Rule(plan=read_plan_file(path)) for path in plans]
+    return (*(rules or default_rules()), *planned)
 
 
 def compare_policies(
@@ -195,8 +234,7 @@ def _load(
     return load_traced(
         lambda: load_for(rule),
         device=device,
-        policy=rule.policy,
-        schedule=rule.schedule,
+        **rule.said(),
         label=label,
     )
 

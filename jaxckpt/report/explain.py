@@ -19,6 +19,7 @@ from jaxckpt.graph.stages import stages as cut_in_stages
 from jaxckpt.graph.trace import Graph
 from jaxckpt.graph.values import VIEWS, Value
 from jaxckpt.matmul import find_matmul
+from jaxckpt.plan_file import PlanFile
 from jaxckpt.policy import Policy
 from jaxckpt.report.explain_tables import Row, holder_table, kept_rows, kept_table
 from jaxckpt.report.tables import rules_said
@@ -88,6 +89,7 @@ class Explanation:
         advice: Notes to begin with.
         peak: Who holds memory in the compiled step, where it was compiled.
         chain: The stages that the program was cut into, where that was asked for.
+        plan: The plan file that it follows.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Explanation:
         advice: tuple[str, ...] = (),
         peak: Peak | None = None,
         chain: Chain | None = None,
+        plan: PlanFile | None = None,
     ) -> None:
         self.graph = graph
         self.label = label
@@ -105,6 +108,7 @@ class Explanation:
         self.advice = advice
         self.peak = peak
         self.chain = chain
+        self.plan = plan
 
     def __str__(self) -> str:
         """Return what `render` prints, in 80 columns."""
@@ -127,10 +131,14 @@ class Explanation:
         return tuple(dict.fromkeys(notes))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `jaxckpt explain --json` prints."""
+        """Return the object that `jaxckpt explain --json` prints.
+
+        It has the keys `plan` and `stacks` where a plan file was given.
+        """
         return {
             "workload": self.label,
             "schedule": None if self.layers is None else self.layers.as_json(),
+            **_plan_json(self.plan),
             "residual_bytes": self.graph.residual_bytes,
             "forward_flops": self.graph.forward_flops,
             "recompute_flops": self.graph.recompute_flops,
@@ -144,8 +152,9 @@ class Explanation:
     def render(self, console: Console) -> None:
         """Print the picture, the table and the notes; readable at 80 columns."""
         console.print(f"[bold]{escape(self.label)}[/bold]")
-        if self.layers is not None:
-            console.print(str(self.layers), markup=False, highlight=False)
+        picture = self.layers if self.plan is None else self.plan.plan
+        if picture is not None:
+            console.print(str(picture), markup=False, highlight=False)
             console.print()
         if not self.graph.regions:
             console.print("No remat: every residual stays, nothing runs again.")
@@ -194,6 +203,7 @@ def explain_workload(
     *,
     policy: Policy | None = None,
     schedule: Schedule | None = None,
+    plan: PlanFile | None = None,
     device: Device,
     peak: bool = False,
     stages: bool = False,
@@ -201,9 +211,10 @@ def explain_workload(
     """Explain what a workload function returns, called with the device active.
 
     Args:
-        load: Returns the workload, under its policy and schedule already.
+        load: Returns the workload, under its policy, schedule or plan already.
         policy: The policy that it is loaded with, for the report.
         schedule: The schedule that it is loaded with, for the report.
+        plan: The plan that it is loaded with, for the report.
         device: What it would run on.
         peak: Whether to compile the training step for the device and say who holds
             memory at its peak.
@@ -215,11 +226,12 @@ def explain_workload(
         device=device,
         policy=None if policy is None else str(policy),
         schedule=None if schedule is None else str(schedule),
+        plan=None if plan is None else plan.path,
     )
     depth = loaded.workload.layers
     given = policy is not None or schedule is not None
     layers = Layers(together, depth) if given and depth is not None else None
-    label = f"{loaded.label}, {rules_said(policy, schedule)}"
+    label = f"{loaded.label}, {rules_said(policy, schedule, loaded.plan)}"
     return Explanation(
         loaded.graph,
         label,
@@ -227,6 +239,7 @@ def explain_workload(
         unused_rule(loaded),
         _compiled_peak(loaded) if peak else None,
         cut_in_stages(loaded.graph) if stages else None,
+        plan,
     )
 
 
@@ -327,6 +340,14 @@ def _not_priced(graph: Graph) -> Iterator[str]:
             f"Not priced: the work of `{name}` is not known. It runs {runs} and moves "
             f"{_mib(unknown.bytes)}; only these bytes count."
         )
+
+
+def _plan_json(file: PlanFile | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    rules = zip(file.plan.rules, file.plan.depths, strict=False)
+    stacks = {name: Layers(rule, depth).as_json() for (name, rule), depth in rules}
+    return {"plan": file.path, "stacks": stacks}
 
 
 def _region_json(region: Region) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxckpt.devices import Device
 from jaxckpt.errors import JaxckptError
-from jaxckpt.report.tables import on_pareto_front, rule_text
+from jaxckpt.report.tables import on_pareto_front, rule_texts
 
 SUFFIXES = (".pdf", ".png", ".svg")
 _SIZE = (9.0, 6.0)  # inches
@@ -97,8 +97,8 @@ def plot_comparison(
 def _points(rows: Sequence[Mapping[str, Any]]) -> dict[Point, list[str]]:
     """Group the rules by the point that they share."""
     points: dict[Point, list[str]] = {}
-    for row in rows:
-        points.setdefault(_point(row), []).append(_shortened(rule_text(row)))
+    for row, rule in zip(rows, rule_texts(rows), strict=True):
+        points.setdefault(_point(row), []).append(_shortened(rule))
     return points
 
 

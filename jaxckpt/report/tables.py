@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from rich import box
@@ -187,8 +188,10 @@ def policy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for heading in _FIGURES:
         table.add_column(heading, justify="right", no_wrap=True)
     marks = ("*" if best else "" for best in on_pareto_front(rows))
-    for mark, row, figures in zip(marks, rows, _figures(rows), strict=True):
-        table.add_row(mark, escape(rule_text(row)), *figures)
+    for mark, rule, figures in zip(
+        marks, rule_texts(rows), _figures(rows), strict=True
+    ):
+        table.add_row(mark, escape(rule), *figures)
     return table
 
 
@@ -201,8 +204,10 @@ def policy_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     headings = _rules_heading(rows), *_FIGURES
     lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * len(_FIGURES)}"]
     marks = ("**" if best else "" for best in on_pareto_front(rows))
-    for mark, row, figures in zip(marks, rows, _figures(rows), strict=True):
-        rule = rule_text(row).replace("|", "\\|")
+    for mark, rule, figures in zip(
+        marks, rule_texts(rows), _figures(rows), strict=True
+    ):
+        rule = rule.replace("|", "\\|")
         lines.append(f"| {' | '.join([f'{mark}`{rule}`{mark}', *figures])} |")
     return "\n".join(lines)
 
@@ -229,36 +234,59 @@ def on_pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[bool]:
     ]
 
 
-def rules_said(policy: object, schedule: object) -> str:
-    """Return a policy and a schedule in words; None where one is not given.
+def rules_said(policy: object, schedule: object, plan: str | None = None) -> str:
+    """Return a policy and a schedule in words, or a plan's file; None where not given.
 
     Example:
         >>> rules_said(None, None), rules_said("full", "remat_every(2)")
         ('policy none', 'policy full, schedule remat_every(2)')
     """
+    if plan is not None:
+        return f"plan {plan}"
     given = {"policy": policy, "schedule": schedule}
     parts = [f"{key} {rule}" for key, rule in given.items() if rule is not None]
     return ", ".join(parts) or "policy none"
 
 
 def rule_text(measurement: Mapping[str, Any]) -> str:
-    """Return the policy and the schedule of a measurement as one text.
+    """Return the policy and the schedule of a measurement as one text, or its plan.
 
     Example:
         >>> rule_text({"policy": "full", "schedule": None})
         'full'
         >>> rule_text({"policy": "full", "schedule": "remat_every(2)"})
         'remat_every(2), policy full'
+        >>> rule_text({"policy": None, "schedule": "full", "plan": "runs/plan.json"})
+        'plan.json'
     """
+    if measurement.get("plan") is not None:
+        return PurePath(measurement["plan"]).name
     policy, schedule = measurement.get("policy"), measurement.get("schedule")
     if schedule is None:
         return str(policy)
     return str(schedule) if policy is None else f"{schedule}, policy {policy}"
 
 
+def rule_texts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the rule of each row; plan files of the same name by their paths.
+
+    Example:
+        >>> rule_texts([{"plan": "h200/plan.json"}, {"plan": "b200/plan.json"}])
+        ['h200/plan.json', 'b200/plan.json']
+    """
+    texts = [rule_text(row) for row in rows]
+    several = {text for text in texts if texts.count(text) > 1}
+    return [
+        row.get("plan") or text if text in several else text
+        for text, row in zip(texts, rows, strict=True)
+    ]
+
+
 def _rules_heading(rows: Sequence[Mapping[str, Any]]) -> str:
-    given = {key for row in rows for key in ("policy", "schedule") if row.get(key)}
-    return " or ".join(key for key in ("policy", "schedule") if key in given)
+    kinds = ("plan", "policy", "schedule")
+    given = {next((key for key in kinds if row.get(key)), "policy") for row in rows}
+    given |= {"schedule" for row in rows if row.get("schedule") and not row.get("plan")}
+    return " or ".join(key for key in ("policy", "schedule", "plan") if key in given)
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -15,6 +15,7 @@ from jaxckpt.devices import Device, get_device, use
 from jaxckpt.errors import WorkloadError
 from jaxckpt.graph.advice import warnings_about
 from jaxckpt.graph.trace import Graph, trace
+from jaxckpt.plan import Plan, rules_text
 from jaxckpt.training import TrainState, abstract_state, train_step_fn
 from jaxckpt.training.step import call_loss
 from jaxckpt.workload import Workload
@@ -53,6 +54,7 @@ class Measurement:
         unpriced: Operations of the HLO whose work is not known, priced by bytes alone.
         warnings: Advice about remat that does nothing, one sentence each.
         holders: Who holds memory at the peak, where that was asked for.
+        plan: The file of the plan that it follows; None without one.
     """
 
     workload: str
@@ -69,6 +71,7 @@ class Measurement:
     unpriced: tuple[str, ...]
     warnings: tuple[str, ...]
     holders: tuple[Holder, ...] = ()
+    plan: str | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -81,13 +84,18 @@ class Measurement:
         return self.footprint.host_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `jaxckpt measure --json` prints."""
+        """Return the object that `jaxckpt measure --json` prints.
+
+        It has the key `plan` where a plan file was given.
+        """
+        plan = {} if self.plan is None else {"plan": self.plan}
         return {
             "workload": self.workload,
             "device": self.device,
             "mesh": None,
             "policy": self.policy,
             "schedule": self.schedule,
+            **plan,
             "peak_bytes": self.peak_bytes,
             **dataclasses.asdict(self.footprint),
             "forward_flops": self.forward_flops,
@@ -110,6 +118,7 @@ def measure(
     *,
     optimizer: optax.GradientTransformation,
     device: Device | str = "attached",
+    plan: Plan | None = None,
     peak: bool = False,
 ) -> Measurement:
     """Compile the whole training step for a device and say what it uses.
@@ -124,10 +133,12 @@ def measure(
         batch: One batch, abstract or not.
         optimizer: The optax transformation.
         device: A chip of `jaxckpt devices`, or `"attached"`.
+        plan: What the loss function follows; None for the program as it is.
         peak: Whether to say who holds memory at the peak: the `holders` of the result.
 
     Raises:
         DeviceError: An unknown device, or one that cannot be compiled for here.
+        PlanError: The plan is for another program.
         CompileError: The compiler failed.
 
     Example:
@@ -151,14 +162,15 @@ def measure(
     copy = jax.tree.map(lambda x: jnp.array(x, copy=True), params) if concrete else None
     workload = Workload(
         name,
-        loss_fn,
+        loss_fn if plan is None else plan.apply(loss_fn),
         params,
         batch,
         optimizer=optimizer,
         init=(lambda rng: copy) if concrete else None,
         data=(lambda split: iter([batch])) if concrete else None,
     )
-    loaded = load_traced(lambda: workload, device=get_device(device))
+    schedule = None if plan is None else rules_text(plan)
+    loaded = load_traced(lambda: workload, device=get_device(device), schedule=schedule)
     return measure_loaded(loaded, peak=peak)
 
 
@@ -173,6 +185,7 @@ class Loaded:
         label: How the report calls the workload.
         policy: The policy, as text.
         schedule: The schedule, as text.
+        plan: The file of the plan that it follows.
     """
 
     workload: Workload
@@ -181,6 +194,7 @@ class Loaded:
     label: str
     policy: str | None
     schedule: str | None
+    plan: str | None = None
 
 
 def measure_workload(
@@ -189,12 +203,14 @@ def measure_workload(
     device: Device,
     policy: str | None = None,
     schedule: str | None = None,
+    plan: str | None = None,
     label: str | None = None,
 ) -> Measurement:
     """Measure what a workload function returns: `measure_loaded(load_traced(...))`."""
-    return measure_loaded(
-        load_traced(load, device=device, policy=policy, schedule=schedule, label=label)
+    loaded = load_traced(
+        load, device=device, policy=policy, schedule=schedule, plan=plan, label=label
     )
+    return measure_loaded(loaded)
 
 
 def load_traced(
@@ -203,15 +219,17 @@ def load_traced(
     device: Device,
     policy: str | None = None,
     schedule: str | None = None,
+    plan: str | None = None,
     label: str | None = None,
 ) -> Loaded:
     """Load and trace a workload: what can go wrong before the compiler runs does here.
 
     Args:
-        load: Returns the workload, under its policy and schedule already.
+        load: Returns the workload, under its policy, schedule or plan already.
         device: What it is measured for; active during the call.
         policy: Text of the policy that it is loaded with, for the report.
         schedule: Text of the schedule, for the report.
+        plan: The file of the plan that it is loaded with, for the report.
         label: How to call the workload there; its own name by default.
 
     Raises:
@@ -223,7 +241,8 @@ def load_traced(
         graph = trace_loss(workload)
         # Worked out here, while the device is active: models look at it when traced.
         _ = graph.residuals, graph.recompute_flops
-    return Loaded(workload, graph, device, label or workload.name, policy, schedule)
+    name = label or workload.name
+    return Loaded(workload, graph, device, name, policy, schedule, plan)
 
 
 def measure_loaded(loaded: Loaded, *, peak: bool = False) -> Measurement:
@@ -253,13 +272,14 @@ def measure_loaded(loaded: Loaded, *, peak: bool = False) -> Measurement:
                 + _offload_warning(graph, compiled)
             ),
             holders=holders(compiled, graph) if peak else (),
+            plan=loaded.plan,
         )
 
 
 def unused_rule(loaded: Loaded) -> tuple[str, ...]:
     """Say so where a policy or schedule was given and the program has no remat."""
     given = [r for r in (loaded.policy, loaded.schedule) if r not in (None, "none")]
-    if not given or loaded.graph.has_remat:
+    if not given or loaded.plan or loaded.graph.has_remat:
         return ()
     return (
         f"`{given[0]}` was asked for, and the program rematerialises nothing. Does the "
