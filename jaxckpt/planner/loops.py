@@ -7,16 +7,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.optimize import linprog
 
 from jaxckpt.planner.frontier import Point, frontier
 from jaxckpt.planner.program import PlannedLayer, PlannedStack
-from jaxckpt.planner.runs import Choice, Layers, best_runs, peak_bytes
+from jaxckpt.planner.runs import (
+    Choice,
+    Layers,
+    best_runs,
+    knapsack_seconds,
+    peak_bytes,
+)
 from jaxckpt.schedule import Schedule, tree
 from jaxckpt.schedule_tree import Node, Remat, Segment
 
-_TOLERANCE = 0.01
-"""Choices whose seconds lie by a larger share above the convex hull are not offered."""
+_MOST_TRIED = 2.5e7
+_FEWEST = 12
+"""Choices are offered such that K^3 L^2 of them are tried, but not fewer than this."""
 _MOST_IN_SEGMENT = 16
 
 WorkBytes = Callable[[Point], int]
@@ -104,31 +110,14 @@ class LoopSolver:
     def _bound(self, free_bytes: int) -> float:
         """Return what no schedules beat, in any order and any number of runs.
 
-        Where the first layer is reversed, everything is kept, and its work fits beside
-        it; as a linear programme of layers to choices.
+        Where the first layer is reversed everything is kept, and the work and the
+        gradients of its run fit beside it: a knapsack of layers, solved by HiGHS.
         """
-        pairs = [
-            (choice, i)
-            for i, layers in enumerate(self._layers)
-            for choice in layers.choices
-            if choice.work_bytes + choice.bytes + layers.gradient_bytes <= free_bytes
-        ]
-        choices, owner = zip(*pairs, strict=True)
         last = self._layers[-1]
-        work = min(c.work_bytes for c in last.choices) + last.gradient_bytes
+        least = min(2, last.count)
+        work = min(c.work_bytes for c in last.choices) + least * last.gradient_bytes
         free = free_bytes - max(self._head, work)
-        scale = max(1.0, float(free_bytes))
-        found = linprog(
-            [c.seconds for c in choices],
-            A_ub=[[c.bytes / scale for c in choices]],
-            b_ub=[free / scale],
-            A_eq=[
-                [c.layers * float(o == i) for c, o in zip(choices, owner, strict=True)]
-                for i in range(len(self._layers))
-            ],
-            b_eq=[layers.count for layers in self._layers],
-        )
-        return float(found.fun) if found.status == 0 else 0.0
+        return knapsack_seconds(self._layers, free, free_bytes)
 
 
 def _blocks(stack: PlannedStack) -> list[tuple[PlannedLayer, int]]:
@@ -146,10 +135,13 @@ def _offers(layer: PlannedLayer, count: int, work_bytes: WorkBytes) -> list[_Off
     """Return what can become of layers, what hardly any budget uses left out."""
     points = frontier(layer.costs.stage)
     singles = [_single(layer, point, work_bytes) for point in points]
-    offers = _near_hull(singles, lambda choice: choice.bytes)
-    for size in _segment_sizes(count):
+    most = max(_FEWEST, int((_MOST_TRIED / count**2) ** (1 / 3)))
+    offers = _nearest(singles, lambda choice: choice.bytes, 2 * most // 3)
+    sizes = _segment_sizes(count)
+    for size in sizes:
         segments = [_segment(layer, point, size, work_bytes) for point in points]
-        offers += _near_hull(segments, lambda choice: choice.work_bytes)
+        share = max(1, most // 3 // len(sizes))
+        offers += _nearest(segments, lambda choice: choice.work_bytes, share)
     return offers
 
 
@@ -186,8 +178,13 @@ def _segment(
     return _Offer(Choice(layer.input_bytes, seconds, work, size), (node,))
 
 
-def _near_hull(offers: list[_Offer], size_of: Callable[[Choice], int]) -> list[_Offer]:
-    """Return the offers on or near the convex hull of sizes and seconds."""
+def _nearest(
+    offers: list[_Offer], size_of: Callable[[Choice], int], most: int
+) -> list[_Offer]:
+    """Return the offers nearest to the convex hull of sizes and seconds, in order.
+
+    The ends of the hull always are among them.
+    """
     pairs = [(float(size_of(o.choice)), o.choice.seconds) for o in offers]
     hull: list[tuple[float, float]] = []
     for pair in sorted(pairs):
@@ -197,10 +194,12 @@ def _near_hull(offers: list[_Offer], size_of: Callable[[Choice], int]) -> list[_
             hull.pop()
         hull.append(pair)
     sizes, seconds = zip(*hull, strict=True)
-    near = (1 + _TOLERANCE) * np.interp([x for x, _ in pairs], sizes, seconds)
-    return [
-        o for o, limit in zip(offers, near, strict=True) if o.choice.seconds <= limit
-    ]
+    limits = np.interp([x for x, _ in pairs], sizes, seconds)
+    excess = np.array([y for _, y in pairs]) - limits
+    ends = [pairs.index(hull[0]), pairs.index(hull[-1])]
+    excess[ends] = -1.0
+    chosen = sorted(np.argsort(excess, kind="stable")[: max(most, 2)])
+    return [offers[i] for i in chosen]
 
 
 def _above(

@@ -6,12 +6,14 @@ the head, with everything kept, and the backward pass of each run r,
 
     W(r) + kept of the runs up to r + gradients of the runs from r on  <=  free bytes.
 
-With y_ro = 1 where run r takes option o, and n_ro the number of its parts, that is a
-small MILP, which HiGHS solves with a bound (`scipy.optimize.milp`).
+For one stack all answers of up to three runs are tried (`three.py`). For several, with
+y_ro = 1 where run r takes option o and n_ro the number of its parts, it is a small MILP
+for HiGHS (`scipy.optimize.milp`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,8 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-MOST_RUNS = 3
+from jaxckpt.planner.three import Table
+
 _GAP = 2e-4
 _SECONDS = 20.0
 
@@ -50,13 +53,13 @@ class Layers:
         count: How many.
         choices: What can become of them.
         gradient_bytes: Of the parameters of one layer.
-        runs: Among how many runs they are shared at most.
+        runs: Among how many runs they are shared at most, where stacks are several.
     """
 
     count: int
     choices: tuple[Choice, ...]
     gradient_bytes: int = 0
-    runs: int = MOST_RUNS
+    runs: int = 2
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,10 @@ class RunsAnswer:
     Attributes:
         runs: The runs of each stack, in order.
         seconds: What runs again.
-        bound_seconds: No answer within this model takes less.
     """
 
     runs: tuple[tuple[Taken, ...], ...]
     seconds: float
-    bound_seconds: float
 
 
 def peak_bytes(
@@ -115,7 +116,74 @@ def best_runs(
         >>> answer.seconds, answer.runs
         (4.0, ((Taken(choice=0, parts=2), Taken(choice=1, parts=2)),))
     """
-    return _Problem(stacks, free_bytes, head_bytes).solve()
+    if len(stacks) > 1:
+        return _Problem(stacks, free_bytes, head_bytes).solve()
+    (layers,) = stacks
+    found = _table(layers).best(free_bytes, head_bytes)
+    if found is None:
+        return None
+    runs = tuple(Taken(choice, parts) for choice, parts in found)
+    seconds = sum(layers.choices[t.choice].seconds * t.parts for t in runs)
+    return RunsAnswer((runs,), seconds)
+
+
+@functools.lru_cache(maxsize=16)
+def _table(layers: Layers) -> Table:
+    return Table(
+        layers.count,
+        np.array([c.bytes for c in layers.choices]),
+        np.array([c.seconds for c in layers.choices]),
+        np.array([c.work_bytes for c in layers.choices]),
+        np.array([c.layers for c in layers.choices]),
+        layers.gradient_bytes,
+    )
+
+
+def knapsack_seconds(
+    stacks: Sequence[Layers], kept_bytes: int, free_bytes: int
+) -> float:
+    """Return the least seconds in which stacks keep so much at most, or a bound on it.
+
+    Choices that do not fit alone are left out. A choice is taken by two layers at
+    least, as in runs.
+
+    Args:
+        stacks: The stacks.
+        kept_bytes: The most that all layers keep together.
+        free_bytes: For one choice alone, with its work.
+    """
+    pairs = [
+        (choice, number)
+        for number, layers in enumerate(stacks)
+        for choice in layers.choices
+        if choice.work_bytes + choice.bytes + layers.gradient_bytes <= free_bytes
+    ]
+    if not pairs:
+        return 0.0
+    count = len(pairs)
+    most = np.array([stacks[i].count // c.layers for c, i in pairs], float)
+    least = np.array([2.0 if c.layers == 1 else 1.0 for c, _ in pairs])
+    least = np.minimum(least, most)
+    one, scale = sparse.identity(count), max(1.0, float(kept_bytes))
+    sizes = np.array([[c.bytes / scale for c, _ in pairs] + [0.0] * count])
+    layers = np.zeros((len(stacks), 2 * count))
+    for column, (choice, number) in enumerate(pairs):
+        layers[number, column] = choice.layers
+    depth = np.array([stack.count for stack in stacks])
+    found = milp(
+        np.array([c.seconds for c, _ in pairs] + [0.0] * count),
+        integrality=np.ones(2 * count),
+        bounds=Bounds(0, np.concatenate([most, np.ones(count)])),
+        constraints=[
+            LinearConstraint(sizes, -np.inf, kept_bytes / scale),
+            LinearConstraint(layers, depth, depth),
+            LinearConstraint(sparse.hstack([one, -sparse.diags(most)]), -np.inf, 0.0),
+            LinearConstraint(sparse.hstack([one, -sparse.diags(least)]), 0.0, np.inf),
+        ],
+        options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+    )
+    bound = found.mip_dual_bound
+    return 0.0 if found.status not in (0, 1) or bound is None else max(0.0, bound)
 
 
 class _Problem:
@@ -165,18 +233,17 @@ class _Problem:
         )
         if found.x is None:
             return None
-        return self._answer(found, longest, seconds)
+        return self._answer(found.x, seconds)
 
-    def _answer(self, found: Any, longest: float, seconds: np.ndarray) -> RunsAnswer:
-        parts = found.x[: self.count].round().astype(int)
+    def _answer(self, columns: np.ndarray, seconds: np.ndarray) -> RunsAnswer:
+        parts = columns[: self.count].round().astype(int)
         runs: list[list[Taken]] = [[] for _ in self.stacks]
         for i, n in enumerate(parts):
             if n:
                 slot, choice = self.columns[i]
                 runs[self.slots[slot][0]].append(Taken(choice, int(n)))
         total = float(seconds @ parts)
-        bound = max(0.0, float(found.mip_dual_bound) - 1e-6 * len(self.slots)) * longest
-        return RunsAnswer(tuple(map(tuple, runs)), total, min(total, bound))
+        return RunsAnswer(tuple(map(tuple, runs)), total)
 
     def _most(self, column: int) -> int:
         return self._layers(column).count // self._choice(column).layers

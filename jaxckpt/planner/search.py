@@ -167,7 +167,7 @@ class Search:
 
 
 def _with_rates(device: Device) -> Device:
-    """Return a device with rates: for ratios those of an H100 do, where none is known."""
+    """Return a device with rates; those of an H100 where none are known."""
     if None in (device.peak_flops_per_second, device.memory_bytes_per_second):
         known = get_device("h100-80gb")
         return dataclasses.replace(known, name=device.name)

@@ -1,4 +1,4 @@
-"""What is fitted: a workload's whole training step under a plan, predicted, compiled."""
+"""What is fitted: a whole training step under a plan, predicted and compiled."""
 
 from __future__ import annotations
 
