@@ -2,6 +2,7 @@
 
 from jaxckpt import _quiet as _quiet
 from jaxckpt import executor as executor
+from jaxckpt.errors import BudgetError as BudgetError
 from jaxckpt.errors import CompileError as CompileError
 from jaxckpt.errors import DeviceError as DeviceError
 from jaxckpt.errors import JaxckptError as JaxckptError
@@ -25,6 +26,8 @@ from jaxckpt.plan_json import load_plan as load_plan
 from jaxckpt.plan_verified import ArgumentShapes as ArgumentShapes
 from jaxckpt.plan_verified import PlanFigures as PlanFigures
 from jaxckpt.plan_verified import Verified as Verified
+from jaxckpt.planner.fit import auto as auto
+from jaxckpt.planner.fit import fit as fit
 from jaxckpt.policy import Decision as Decision
 from jaxckpt.policy import Policy as Policy
 from jaxckpt.policy import offload as offload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Solved:
     peak_bytes: int
 
 
+@runtime_checkable
 class Solver(Protocol):
     """What finds the fastest schedules for an amount of free bytes."""
 

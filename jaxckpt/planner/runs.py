@@ -169,11 +169,11 @@ def knapsack_seconds(
     layers = np.zeros((len(stacks), 2 * count))
     for column, (choice, number) in enumerate(pairs):
         layers[number, column] = choice.layers
-    depth = np.array([stack.count for stack in stacks])
+    depth: Any = np.array([stack.count for stack in stacks])
     found = milp(
         np.array([c.seconds for c, _ in pairs] + [0.0] * count),
         integrality=np.ones(2 * count),
-        bounds=Bounds(0, np.concatenate([most, np.ones(count)])),
+        bounds=_up_to([*most, *[1.0] * count]),
         constraints=[
             LinearConstraint(sizes, -np.inf, kept_bytes / scale),
             LinearConstraint(layers, depth, depth),
@@ -184,6 +184,12 @@ def knapsack_seconds(
     )
     bound = found.mip_dual_bound
     return 0.0 if found.status not in (0, 1) or bound is None else max(0.0, bound)
+
+
+def _up_to(most: Sequence[float]) -> Bounds:
+    """Return bounds of columns from 0 on; SciPy's types know numbers only."""
+    upper: Any = np.asarray(most)
+    return Bounds(0.0, upper)
 
 
 class _Problem:
@@ -227,7 +233,7 @@ class _Problem:
         found = milp(
             cost,
             integrality=np.ones(2 * self.count),
-            bounds=Bounds(0, np.array([*most, *[1] * self.count])),
+            bounds=_up_to([*most, *[1] * self.count]),
             constraints=self._constraints(),
             options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +14,7 @@ from jaxckpt.graph.gradient import is_inexact
 from jaxckpt.memory import Prediction
 from jaxckpt.plan import Plan
 from jaxckpt.planner.links import LinkSolver
-from jaxckpt.planner.loops import LoopSolver, Solved, Solver, WorkBytes
+from jaxckpt.planner.loops import LoopSolver, Solver, WorkBytes
 from jaxckpt.planner.program import PlannedStack, read_stacks
 from jaxckpt.planner.target import Target
 from jaxckpt.planner.work import work_bytes
@@ -23,6 +23,13 @@ from jaxckpt.schedule import full
 _CLOSE = 0.004
 """A prediction by this share below the goal is close enough."""
 _MOST_STEPS = 8
+_FACTORS = (1.0, 1.02, 1.04, 1.07, 1.1, 1.15, 1.2, 1.3)
+"""Plans of the fewest bytes are looked for among those of so much more free bytes."""
+_FAR = 1.06
+"""Of them those are compiled that are predicted to be no larger than the least."""
+_MOST_SMALLEST = 4
+_MOST_UNROLLED = 48
+"""Deeper stacks take too long to compile without loops."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,13 @@ class Found:
         plan: The plan.
         predicted_bytes: Its predicted peak.
         seconds: What runs again, by the planner's model.
+        offset: By how much the prediction is above the planner's own count.
     """
 
     plan: Plan
     predicted_bytes: int
     seconds: float
+    offset: int
 
 
 class Search:
@@ -61,66 +70,83 @@ class Search:
         self._there = prediction.argument_bytes + self._other_gradients()
         work, head = self._works(prediction)
         self.solver = self._solver(work, head)
-        self._offset = 0
 
     def plan(self, goal_bytes: int) -> Found | None:
         """Return the fastest plan of at most so many predicted bytes."""
         best: Found | None = None
-        low, high = None, None
-        free = goal_bytes - self._there - self._offset
+        low, high = 0, None
+        free = goal_bytes - self._there
         for _ in range(_MOST_STEPS):
-            solved = self.solver.solve(max(0, free)) if free > 0 else None
-            if solved is None:
-                low = free
+            found = self._found(free)
+            if found is None:
+                low, following = free, free
             else:
-                found = self._found(solved)
-                miss = found.predicted_bytes - goal_bytes
-                self._offset = found.predicted_bytes - self._there - solved.peak_bytes
-                if miss <= 0:
+                following = goal_bytes - self._there - found.offset
+                if found.predicted_bytes <= goal_bytes:
                     low = free
                     if best is None or found.seconds < best.seconds:
                         best = found
-                    if miss > -_CLOSE * goal_bytes:
+                    if found.predicted_bytes >= (1 - _CLOSE) * goal_bytes:
                         break
                 else:
                     high = free
-            following = goal_bytes - self._there - self._offset
-            if (low is not None and following <= low) or (
-                high is not None and following >= high
-            ):
-                if low is None or high is None:
+            if following <= low or (high is not None and following >= high):
+                if high is None or high - low < _CLOSE * free / 4:
                     break
                 following = (low + high) // 2
-            if high is not None and low is not None and high - low < _CLOSE * free / 4:
-                break
             free = following
         return best
 
-    def bound_seconds(self, goal_bytes: int) -> float | None:
-        """Return less than what runs again in any plan of a goal, by the model."""
-        solved = self.solver.solve(goal_bytes - self._there - self._offset)
-        return None if solved is None else solved.bound_seconds
+    def bound_seconds(self, goal_bytes: int, like: Found) -> float:
+        """Return less than what runs again in any plan of a goal, by the model.
 
-    def _found(self, solved: Solved) -> Found:
+        Args:
+            goal_bytes: Predicted bytes.
+            like: A plan that tells predictions and the model's bytes apart.
+        """
+        solved = self.solver.solve(max(0, goal_bytes - self._there - like.offset))
+        return 0.0 if solved is None else min(like.seconds, solved.bound_seconds)
+
+    def smallest(self) -> list[Found]:
+        """Return plans of the fewest bytes, the fewest predicted ones first.
+
+        They depend on the program alone, not on a budget.
+        """
+        least = self._least_free()
+        tried = [self._found(round(least * factor)) for factor in _FACTORS]
+        found = {f.plan.rules: f for f in tried if f is not None}
+        full_ones = [self.least]
+        if any(stack.scanned for stack in self.stacks):
+            full_ones.append(self.target.uniform(full(), "scan"))
+            if sum(len(stack.layers) for stack in self.stacks) <= _MOST_UNROLLED:
+                full_ones.append(self.target.uniform(full(), "unrolled"))
+        peaks = [self.target.predict(plan).peak_bytes for plan in full_ones]
+        pairs = zip(full_ones, peaks, strict=True)
+        ones = [Found(plan, peak, math.inf, 0) for plan, peak in pairs]
+        order = sorted([*found.values(), *ones], key=lambda f: f.predicted_bytes)
+        limit = _FAR * order[0].predicted_bytes
+        return [f for f in order if f.predicted_bytes <= limit][:_MOST_SMALLEST]
+
+    def _least_free(self) -> int:
+        """Return the fewest free bytes for which the planner has an answer."""
+        low, high = 0, 2 * max(1, sum(map(self._most_of, self.stacks)))
+        while self.solver.solve(high) is None:
+            low, high = high, 2 * high
+        while high - low > high / 1000:
+            middle = (low + high) // 2
+            low, high = (
+                (middle, high) if self.solver.solve(middle) is None else (low, middle)
+            )
+        return high
+
+    def _found(self, free_bytes: int) -> Found | None:
+        solved = self.solver.solve(free_bytes) if free_bytes > 0 else None
+        if solved is None:
+            return None
         plan = self.target.plan(solved.rules)
         peak = self.target.predict(plan).peak_bytes
-        return Found(plan, peak, solved.seconds)
-
-    def smallest(self) -> Iterator[Plan]:
-        """Yield the plans of the fewest bytes, by the planner's model."""
-        most = max(1, sum(self._most_of(stack) for stack in self.stacks))
-        low, high = 0, 2 * most
-        smallest = self.solver.solve(high)
-        while smallest is not None and high - low > most // 2000:
-            middle = (low + high) // 2
-            solved = self.solver.solve(middle)
-            if solved is None:
-                low = middle
-            else:
-                smallest, high = solved, min(middle, solved.peak_bytes)
-        if smallest is not None:
-            yield self.target.plan(smallest.rules)
-        yield self.least
+        offset = peak - self._there - solved.peak_bytes
+        return Found(plan, peak, solved.seconds, offset)
 
     def _solver(self, work: int, head: int) -> Solver:
         if len(self.stacks) == 1 and not self.stacks[0].scanned:

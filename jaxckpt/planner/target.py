@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,10 @@ class Compiled:
 class Target:
     """A workload on a device: its step under any plan.
 
+    Attributes:
+        compiles: How many steps were compiled, also where a result was on disk.
+        compile_seconds: Time that this took.
+
     Args:
         workload: The workload; without optimizer and step of its own, its loss and
             gradients are the step.
@@ -58,6 +63,7 @@ class Target:
             self._donated = ()
         self.workload = workload
         self.compiles = 0
+        self.compile_seconds = 0.0
         self._predicted: dict[Any, Prediction] = {}
         self._compiled: dict[Any, Compiled] = {}
 
@@ -110,11 +116,15 @@ class Target:
         key = plan.rules, plan.form
         if key not in self._compiled:
             self.compiles += 1
-            with use(self.device):
-                step, args = self._step(plan)
-                found = compile_for(
-                    step, *args, device=self.device, donate_argnums=self._donated
-                )
+            started = time.monotonic()
+            try:
+                with use(self.device):
+                    step, args = self._step(plan)
+                    found = compile_for(
+                        step, *args, device=self.device, donate_argnums=self._donated
+                    )
+            finally:
+                self.compile_seconds += time.monotonic() - started
             self._compiled[key] = Compiled(
                 found.footprint.peak_bytes,
                 found.footprint.host_bytes,

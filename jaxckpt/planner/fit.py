@@ -1,0 +1,363 @@
+"""`fit`: the fastest plan that fits a byte budget by the compiler's own count.
+
+Predict, compile, correct: plans are found against predicted peaks (`search.py`); the
+whole step is compiled for the device; what the compiler says sets the prediction right
+for the next plan. The program without remat is a candidate wherever it may fit. What is
+returned fits, or `BudgetError` says what the least is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+from jaxckpt.devices import Device, get_device
+from jaxckpt.errors import BudgetError, CompileError, PlanError
+from jaxckpt.plan import Plan
+from jaxckpt.plan_verified import PlanFigures, Verified, argument_shapes
+from jaxckpt.planner.budget import parse_budget
+from jaxckpt.planner.remedies import infeasible
+from jaxckpt.planner.search import Found, Search
+from jaxckpt.planner.target import Compiled, Target
+from jaxckpt.workload import Workload
+from jaxckpt.xla.compile import XLA_FLAGS_USED, toolchain_versions
+from jaxckpt.xla.measure import flag_text
+
+PyTree = Any
+Progress = Callable[[str], AbstractContextManager[Any]]
+
+COST_MODEL = "roofline-1"
+MOST_COMPILES = 5
+_HOPEFUL = 1.15
+"""The program without remat is compiled where it is predicted to fit so much more."""
+_MARGIN = 0.003
+"""By this share of the budget plans stay below it, by their corrected predictions."""
+_EXACT = 0.01
+"""Predictions with a larger error are corrected and tried again."""
+_STEP = 0.01
+"""By this share the least feasible budget is lowered until there is no plan."""
+_WORTH = 0.002
+"""A plan is tried after one that fits where its step is faster by this share."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan that was compiled.
+
+    Attributes:
+        found: The plan.
+        predicted_bytes: The peak that was predicted just before.
+        compiled: What the compiler said.
+    """
+
+    found: Found
+    predicted_bytes: int
+    compiled: Compiled
+
+    @property
+    def error(self) -> float:
+        """By which share of the compiled peak the prediction missed it."""
+        return abs(self.predicted_bytes / self.compiled.peak_bytes - 1)
+
+
+def fit(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    budget: str | int,
+    optimizer: optax.GradientTransformation | None = None,
+    device: Device | str = "attached",
+    mesh: None = None,
+    host_budget: None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return the fastest plan whose whole training step fits a byte budget.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, rng=None)` returns a loss or `(loss, aux)`.
+        params: What is trained; arrays may be abstract.
+        batch: One batch; arrays may be abstract.
+        budget: Bytes on the device for parameters, gradients, optimizer state and
+            activations: `"70GiB"`, or `"90%"` of the device's usable memory.
+        optimizer: The optax transformation; None to count loss and gradients alone.
+        device: What the step runs on; it may be absent.
+        mesh: Not supported yet.
+        host_budget: Not supported yet.
+        progress: `progress(text)` is entered while a step runs, and says so.
+
+    Returns:
+        A plan with `verified`: what was predicted and what the compiler said.
+
+    Raises:
+        BudgetError: No plan fits; it says what the least budget is.
+        PlanError: The program has no layers to rematerialise, and does not fit.
+        DeviceError: The device is unknown, or cannot be compiled for here.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(weights, x):
+        ...     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        ...     return jnp.mean(x**2)
+        >>> weights = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
+        >>> batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+        >>> plan = fit(loss, weights, batch, budget="16MiB")
+        >>> plan.compiled.peak_bytes <= 16 * 2**20
+        True
+    """
+    _check_later(mesh=mesh, host_budget=host_budget)
+    name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+    workload = Workload(name, loss_fn, params, batch, optimizer=optimizer)
+    return fit_workload(
+        workload, budget=budget, device=get_device(device), progress=progress
+    )
+
+
+def auto(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    budget: str | int,
+    optimizer: optax.GradientTransformation | None = None,
+    device: Device | str = "attached",
+) -> Callable[..., Any]:
+    """Return a loss function that fits: `fit(...).apply(loss_fn)`; arguments as there.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+        >>> weights, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+        >>> fitted = auto(loss, weights, x, budget="1MiB")
+        >>> jax.grad(fitted)(weights, x).shape
+        (4, 4)
+    """
+    plan = fit(
+        loss_fn, params, batch, budget=budget, optimizer=optimizer, device=device
+    )
+    return plan.apply(loss_fn) if plan.rules else loss_fn
+
+
+def fit_workload(
+    workload: Workload,
+    *,
+    budget: str | int,
+    device: Device,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return the fastest plan of a workload that fits a budget, as `fit`."""
+    budget_bytes = parse_budget(budget, device)
+    progress = progress or (lambda text: contextlib.nullcontext())
+    return Fit(Target(workload, device), budget_bytes, progress).plan()
+
+
+def _check_later(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise PlanError(
+                f"`{name}={value!r}` is not supported yet. Leave it out: plans are for "
+                "one device, and keep or recompute."
+            )
+
+
+class Fit:
+    """One search for a plan within a budget; the same each time it is made.
+
+    Args:
+        target: The step.
+        budget_bytes: What it has to fit in.
+        progress: Shows what is done.
+        search: Of the target, where there is one already.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        budget_bytes: int,
+        progress: Progress,
+        search: Search | None = None,
+    ) -> None:
+        self.target = target
+        self.budget = budget_bytes
+        self.progress = progress
+        self.tried: list[Tried] = []
+        self._search = search
+        self._ratio = 1.0
+
+    @property
+    def search(self) -> Search:
+        """The search for plans, made when first asked for."""
+        if self._search is None:
+            with self.progress("planning"):
+                self._search = Search(self.target)
+        return self._search
+
+    def plan(self) -> Plan:
+        """Return the fastest plan that fits.
+
+        Raises:
+            BudgetError: There is none.
+        """
+        started = time.monotonic()
+        best = self.best()
+        if best is None:
+            raise self._infeasible()
+        solve = time.monotonic() - started - self.target.compile_seconds
+        return dataclasses.replace(
+            best.found.plan, verified=self._verified(best, solve)
+        )
+
+    def best(self) -> Tried | None:
+        """Return the fastest plan that fits, compiled; None where there is none."""
+        with self.progress("tracing and planning"):
+            plain = self.target.no_remat()
+            peak = self.target.predict(plain).peak_bytes
+        if peak <= _HOPEFUL * self.budget or not plain.rules:
+            self._try(Found(plain, peak, 0.0, 0))
+        if plain.rules and not self._fitting():
+            self._descend()
+            if not self._fitting():
+                self._smallest()
+        return min(self._fitting(), key=self._order, default=None)
+
+    def _order(self, tried: Tried) -> tuple[float, int]:
+        return tried.found.seconds, tried.compiled.peak_bytes
+
+    def _fitting(self) -> list[Tried]:
+        return [t for t in self.tried if t.compiled.peak_bytes <= self.budget]
+
+    def _descend(self) -> None:
+        """Plan, compile and correct until a plan fits and no better one is likely."""
+        margin = _MARGIN
+        while len(self.tried) < MOST_COMPILES - 1:
+            goal = int(self.budget * (1 - margin) / self._ratio)
+            with self.progress("planning"):
+                found = self.search.plan(goal)
+            if found is None or self._corrected(found):
+                return
+            fitting = self._fitting()
+            if fitting and not self._pays(found, min(fitting, key=self._order)):
+                return
+            tried = self._try(found)
+            if tried is None:
+                return
+            if tried.compiled.peak_bytes > self.budget:
+                margin *= 2
+            elif tried.error <= _EXACT and self._is_full(tried):
+                return
+
+    def _corrected(self, found: Found) -> bool:
+        """Set the prediction of a plan right that was compiled already."""
+        for number, tried in enumerate(self.tried):
+            if tried.found.plan.rules == found.plan.rules:
+                predicted = round(found.predicted_bytes * self._ratio)
+                self.tried[number] = dataclasses.replace(
+                    tried, predicted_bytes=predicted
+                )
+                return True
+        return False
+
+    def _is_full(self, tried: Tried) -> bool:
+        return tried.compiled.peak_bytes >= self.budget * (1 - 3 * _MARGIN)
+
+    def _pays(self, found: Found, best: Tried) -> bool:
+        """Return whether another plan is worth compiling after the best so far."""
+        step = best.compiled.step_seconds
+        if step is None:
+            return found.seconds < best.found.seconds * (1 - _EXACT)
+        return best.found.seconds - found.seconds > _WORTH * step or (
+            best.error > _EXACT
+        )
+
+    def _smallest(self) -> None:
+        """Compile the smallest plans until one fits."""
+        with self.progress("planning for the least memory"):
+            smallest = self.search.smallest()
+        for found in smallest:
+            self._try(found)
+            if self._fitting():
+                return
+
+    def _try(self, found: Found) -> Tried | None:
+        """Compile a plan; None where the compiler fails on it."""
+        predicted = round(found.predicted_bytes * self._ratio)
+        number = self.target.compiles + 1
+        with self.progress(f"compiling for {self.target.device.name} ({number})"):
+            try:
+                compiled = self.target.compile(found.plan)
+            except CompileError:
+                if not self.tried:
+                    raise
+                return None
+        tried = Tried(found, predicted, compiled)
+        self._ratio = compiled.peak_bytes / found.predicted_bytes
+        self.tried.append(tried)
+        return tried
+
+    def _verified(self, best: Tried, solve_seconds: float) -> Verified:
+        target, plan = self.target, best.found.plan
+        graph = target.traced(plan)
+        gap, seconds = self._gap(best), best.compiled.step_seconds
+        bound = None if seconds is None or gap is None else seconds / (1 + gap)
+        step = target.predict(plan).step_seconds
+        versions = toolchain_versions()
+        return Verified(
+            device=target.device.name,
+            budget_bytes=self.budget,
+            predicted=PlanFigures(best.predicted_bytes, step),
+            compiled=PlanFigures(best.compiled.peak_bytes, seconds),
+            host_bytes=best.compiled.host_bytes,
+            forward_flops=graph.forward_flops,
+            recompute_flops=graph.recompute_flops,
+            lower_bound_seconds=bound,
+            gap=gap,
+            solve_seconds=solve_seconds,
+            compiles=target.compiles,
+            argument_shapes=argument_shapes(
+                target.workload.params, target.workload.batch
+            ),
+            versions=tuple((k, v) for k, v in versions.items() if v is not None),
+            xla_flags=flag_text(XLA_FLAGS_USED),
+            cost_model=COST_MODEL,
+        )
+
+    def _gap(self, best: Tried) -> float | None:
+        """Return by which share of the least step the plan may be slower, by the model.
+
+        The bound is for the whole budget, so that what the plan leaves free counts.
+        """
+        found = best.found
+        if found.seconds == 0.0:
+            return 0.0
+        plain = self.target.predict(self.target.no_remat()).step_seconds
+        if plain is None or math.isinf(found.seconds):
+            return None
+        ratio = best.compiled.peak_bytes / found.predicted_bytes
+        bound = self.search.bound_seconds(int(self.budget / ratio), found)
+        return (found.seconds - bound) / (plain + bound)
+
+    def _infeasible(self) -> BudgetError:
+        """Return the error, with the least budget that has a plan.
+
+        It is lowered by one in a hundred as long as there still is a plan, so that a
+        search within it finds one, and one within less does not.
+        """
+        least = min(self.tried, key=lambda t: t.compiled.peak_bytes)
+        needed = least.compiled.peak_bytes
+        while self.target.chain.stacks:
+            lower = int(needed * (1 - _STEP))
+            if lower <= self.budget:
+                break
+            within = Fit(self.target, lower, self.progress, self.search).best()
+            if within is None:
+                break
+            least, needed = within, lower
+        return infeasible(self.target, least.found.plan, self.budget, needed)
