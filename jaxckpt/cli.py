@@ -1,18 +1,16 @@
 """The command `jaxckpt`: parse, call, print.
 
-Exit status: 0 done, 2 bad input (one message on stderr, no traceback).
+Exit status: 0 done, 2 bad input (one message on stderr, no traceback), 3 a budget that
+no plan fits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import importlib.metadata
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from jaxckpt._quiet import without_noise
+from jaxckpt.cli_fit import fit
 from jaxckpt.cli_options import (
     DeviceName,
     Json,
@@ -34,6 +33,7 @@ from jaxckpt.cli_options import (
     loader,
     offloads,
 )
+from jaxckpt.cli_output import only_json, print_json, print_table
 from jaxckpt.errors import JaxckptError
 
 
@@ -97,12 +97,12 @@ def devices(as_json: Json = False) -> None:
     chips = [*catalog().values(), get_device("attached")]
     reasons = {chip.name: can_compile(chip) for chip in chips}
     if as_json:
-        _print_json({"devices": [_device_row(c, reasons[c.name]) for c in chips]})
+        print_json({"devices": [_device_row(c, reasons[c.name]) for c in chips]})
         return
     distinct = list(dict.fromkeys(filter(None, reasons.values())))
     marks = {reason: f"no [{i}]" for i, reason in enumerate(distinct, start=1)}
     obstacles = {name: marks.get(reason or "") for name, reason in reasons.items()}
-    _print(device_table(chips, obstacles))
+    print_table(device_table(chips, obstacles))
     for i, reason in enumerate(distinct, start=1):
         Console().print(f"[{i}] {reason}", markup=False, highlight=False)
 
@@ -130,7 +130,7 @@ def explain(
     from jaxckpt.devices import get_device
     from jaxckpt.report.explain import explain_workload
 
-    with _only_json(as_json):
+    with only_json(as_json):
         rule, chip = chosen_rule(policy, schedule, plan), get_device(device)
         explanation = explain_workload(
             loader(workload, settings, rule, chip.name),
@@ -141,7 +141,7 @@ def explain(
             stages=stages,
         )
     if as_json:
-        _print_json(explanation.as_json())
+        print_json(explanation.as_json())
     else:
         explanation.render(Console())
 
@@ -161,17 +161,17 @@ def measure(
     from jaxckpt.report import measurement_table, rules_said
     from jaxckpt.xla.measure import measure_workload
 
-    with _only_json(as_json):
+    with only_json(as_json):
         rule, chip = chosen_rule(policy, schedule, plan), get_device(device)
         load = loader(workload, settings, rule, chip.name)
         measured = measure_workload(
             load, device=chip, **rule.said(), label=workload
         ).as_json()
     if as_json:
-        _print_json(measured)
+        print_json(measured)
     else:
         print(f"{workload} on {device}, {rules_said(policy, schedule, plan)}")
-        _print(measurement_table(measured))
+        print_table(measurement_table(measured))
 
 
 @app.command()
@@ -211,7 +211,7 @@ def compare(
     from jaxckpt.report.compare import chosen_rules, compare_policies, status
     from jaxckpt.report.plots import check_plot, plot_comparison
 
-    with _only_json(as_json):
+    with only_json(as_json):
         rules = chosen_rules(policies, schedules, plan)
         chip = get_device(device)
         if plot is not None:
@@ -230,10 +230,13 @@ def compare(
     for one in found.left_out:
         print(f"left out: {one.rule.label}: {one.reason}", file=sys.stderr)
     if as_json:
-        _print_json(document)
+        print_json(document)
         return
     for part in comparison_parts(document["rows"], title=title, device=chip):
-        _print(part)
+        print_table(part)
+
+
+app.command()(fit)
 
 
 @app.command()
@@ -267,40 +270,12 @@ def train(
         flops = trace_loss(loaded).forward_flops
         result = run(loaded, steps=steps, out=out, forward_flops=flops)
     print(f"{workload}, {steps} steps, {rules_said(policy, schedule, plan)}")
-    _print(train_table(result))
+    print_table(train_table(result))
 
 
 def _device_row(device: Any, reason: str | None) -> dict[str, Any]:
     answer = {"can_compile": reason is None, "reason": reason}
     return dataclasses.asdict(device) | answer
-
-
-def _print(table: Any) -> None:
-    Console().print(table)
-
-
-def _print_json(document: Mapping[str, Any]) -> None:
-    print(json.dumps(document, indent=2))
-
-
-@contextlib.contextmanager
-def _only_json(wanted: bool) -> Iterator[None]:
-    """Send to stderr whatever the work prints, so that stdout holds the object alone.
-
-    Both Python's stdout and the file descriptor, which C++ and child processes use.
-    """
-    if not wanted:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _skip_check_for_absent_driver() -> None:

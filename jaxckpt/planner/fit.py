@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import optax
 
 from jaxckpt.devices import Device, get_device
 from jaxckpt.errors import BudgetError, CompileError, PlanError
-from jaxckpt.plan import Plan
+from jaxckpt.plan import Plan, rules_text
 from jaxckpt.plan_verified import PlanFigures, Verified, argument_shapes
 from jaxckpt.planner.budget import parse_budget
 from jaxckpt.planner.remedies import infeasible
@@ -33,6 +33,12 @@ from jaxckpt.xla.measure import flag_text
 
 PyTree = Any
 Progress = Callable[[str], AbstractContextManager[Any]]
+
+
+def silent(text: str) -> AbstractContextManager[Any]:
+    """Show nothing."""
+    return contextlib.nullcontext()
+
 
 COST_MODEL = "roofline-1"
 MOST_COMPILES = 5
@@ -67,6 +73,53 @@ class Tried:
         """By which share of the compiled peak the prediction missed it."""
         return abs(self.predicted_bytes / self.compiled.peak_bytes - 1)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "schedule": rules_text(self.found.plan),
+            "predicted_peak_bytes": self.predicted_bytes,
+            "compiled_peak_bytes": self.compiled.peak_bytes,
+            "step_seconds": self.compiled.step_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a search found.
+
+    Attributes:
+        plan: The plan, with `verified`.
+        form: How its layers run: one of `run_layers`' forms.
+        tried: All plans that were compiled, in order.
+    """
+
+    plan: Plan
+    form: str
+    tried: tuple[Tried, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `jaxckpt fit --json` prints."""
+        verified = self.plan.verified
+        assert verified is not None
+        return {
+            "fits": True,
+            "device": verified.device,
+            "budget_bytes": verified.budget_bytes,
+            "predicted_peak_bytes": verified.predicted.peak_bytes,
+            "compiled_peak_bytes": verified.compiled.peak_bytes,
+            "host_bytes": verified.host_bytes,
+            "forward_flops": verified.forward_flops,
+            "recompute_flops": verified.recompute_flops,
+            "step_seconds": verified.compiled.step_seconds,
+            "lower_bound_seconds": verified.lower_bound_seconds,
+            "gap": verified.gap,
+            "solve_seconds": verified.solve_seconds,
+            "compiles": verified.compiles,
+            "form": self.form,
+            "tried": [tried.as_json() for tried in self.tried],
+            "plan": json.loads(self.plan.to_json()),
+        }
+
 
 def fit(
     loss_fn: Callable[..., Any],
@@ -78,7 +131,7 @@ def fit(
     device: Device | str = "attached",
     mesh: None = None,
     host_budget: None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Plan:
     """Return the fastest plan whose whole training step fits a byte budget.
 
@@ -118,7 +171,7 @@ def fit(
     workload = Workload(name, loss_fn, params, batch, optimizer=optimizer)
     return fit_workload(
         workload, budget=budget, device=get_device(device), progress=progress
-    )
+    ).plan
 
 
 def auto(
@@ -143,7 +196,7 @@ def auto(
     plan = fit(
         loss_fn, params, batch, budget=budget, optimizer=optimizer, device=device
     )
-    return plan.apply(loss_fn) if plan.rules else loss_fn
+    return plan.apply(loss_fn)
 
 
 def fit_workload(
@@ -151,12 +204,11 @@ def fit_workload(
     *,
     budget: str | int,
     device: Device,
-    progress: Progress | None = None,
-) -> Plan:
+    progress: Progress = silent,
+) -> FitResult:
     """Return the fastest plan of a workload that fits a budget, as `fit`."""
     budget_bytes = parse_budget(budget, device)
-    progress = progress or (lambda text: contextlib.nullcontext())
-    return Fit(Target(workload, device), budget_bytes, progress).plan()
+    return Fit(Target(workload, device), budget_bytes, progress).run()
 
 
 def _check_later(**given: Any) -> None:
@@ -200,33 +252,46 @@ class Fit:
                 self._search = Search(self.target)
         return self._search
 
-    def plan(self) -> Plan:
+    def run(self) -> FitResult:
         """Return the fastest plan that fits.
 
         Raises:
             BudgetError: There is none.
         """
-        started = time.monotonic()
         best = self.best()
         if best is None:
             raise self._infeasible()
-        solve = time.monotonic() - started - self.target.compile_seconds
-        return dataclasses.replace(
-            best.found.plan, verified=self._verified(best, solve)
-        )
+        return self.result(best, self.budget)
 
     def best(self) -> Tried | None:
         """Return the fastest plan that fits, compiled; None where there is none."""
         with self.progress("tracing and planning"):
-            plain = self.target.no_remat()
-            peak = self.target.predict(plain).peak_bytes
-        if peak <= _HOPEFUL * self.budget or not plain.rules:
-            self._try(Found(plain, peak, 0.0, 0))
-        if plain.rules and not self._fitting():
+            plain = self.target.predict(self.target.no_remat())
+        if plain.peak_bytes <= _HOPEFUL * self.budget:
+            self.compile_plain()
+        if not self._fitting():
             self._descend()
-            if not self._fitting():
-                self._smallest()
+        if not self._fitting():
+            self._smallest()
         return min(self._fitting(), key=self._order, default=None)
+
+    def compile_plain(self) -> Tried:
+        """Compile the step without remat.
+
+        Raises:
+            CompileError: The compiler failed.
+        """
+        plan = self.target.no_remat()
+        peak = self.target.predict(plan).peak_bytes
+        tried = self.compile(Found(plan, peak, 0.0, 0))
+        assert tried is not None
+        return tried
+
+    def result(self, best: Tried, budget_bytes: int) -> FitResult:
+        """Return a plan that was compiled as the answer for a budget."""
+        verified = self._verified(best, budget_bytes)
+        plan = dataclasses.replace(best.found.plan, verified=verified)
+        return FitResult(plan, self.target.form(plan), tuple(self.tried))
 
     def _order(self, tried: Tried) -> tuple[float, int]:
         return tried.found.seconds, tried.compiled.peak_bytes
@@ -246,7 +311,7 @@ class Fit:
             fitting = self._fitting()
             if fitting and not self._pays(found, min(fitting, key=self._order)):
                 return
-            tried = self._try(found)
+            tried = self.compile(found)
             if tried is None:
                 return
             if tried.compiled.peak_bytes > self.budget:
@@ -282,11 +347,11 @@ class Fit:
         with self.progress("planning for the least memory"):
             smallest = self.search.smallest()
         for found in smallest:
-            self._try(found)
+            self.compile(found)
             if self._fitting():
                 return
 
-    def _try(self, found: Found) -> Tried | None:
+    def compile(self, found: Found) -> Tried | None:
         """Compile a plan; None where the compiler fails on it."""
         predicted = round(found.predicted_bytes * self._ratio)
         number = self.target.compiles + 1
@@ -302,16 +367,16 @@ class Fit:
         self.tried.append(tried)
         return tried
 
-    def _verified(self, best: Tried, solve_seconds: float) -> Verified:
+    def _verified(self, best: Tried, budget_bytes: int) -> Verified:
         target, plan = self.target, best.found.plan
         graph = target.traced(plan)
-        gap, seconds = self._gap(best), best.compiled.step_seconds
+        gap, seconds = self._gap(best, budget_bytes), best.compiled.step_seconds
         bound = None if seconds is None or gap is None else seconds / (1 + gap)
         step = target.predict(plan).step_seconds
         versions = toolchain_versions()
         return Verified(
             device=target.device.name,
-            budget_bytes=self.budget,
+            budget_bytes=budget_bytes,
             predicted=PlanFigures(best.predicted_bytes, step),
             compiled=PlanFigures(best.compiled.peak_bytes, seconds),
             host_bytes=best.compiled.host_bytes,
@@ -319,7 +384,7 @@ class Fit:
             recompute_flops=graph.recompute_flops,
             lower_bound_seconds=bound,
             gap=gap,
-            solve_seconds=solve_seconds,
+            solve_seconds=target.solve_seconds,
             compiles=target.compiles,
             argument_shapes=argument_shapes(
                 target.workload.params, target.workload.batch
@@ -329,7 +394,7 @@ class Fit:
             cost_model=COST_MODEL,
         )
 
-    def _gap(self, best: Tried) -> float | None:
+    def _gap(self, best: Tried, budget_bytes: int) -> float | None:
         """Return by which share of the least step the plan may be slower, by the model.
 
         The bound is for the whole budget, so that what the plan leaves free counts.
@@ -341,7 +406,7 @@ class Fit:
         if plain is None or math.isinf(found.seconds):
             return None
         ratio = best.compiled.peak_bytes / found.predicted_bytes
-        bound = self.search.bound_seconds(int(self.budget / ratio), found)
+        bound = self.search.bound_seconds(int(budget_bytes / ratio), found)
         return (found.seconds - bound) / (plain + bound)
 
     def _infeasible(self) -> BudgetError:
@@ -352,7 +417,7 @@ class Fit:
         """
         least = min(self.tried, key=lambda t: t.compiled.peak_bytes)
         needed = least.compiled.peak_bytes
-        while self.target.chain.stacks:
+        while True:
             lower = int(needed * (1 - _STEP))
             if lower <= self.budget:
                 break

@@ -14,7 +14,7 @@ from jaxckpt.graph.gradient import is_inexact
 from jaxckpt.memory import Prediction
 from jaxckpt.plan import Plan
 from jaxckpt.planner.links import LinkSolver
-from jaxckpt.planner.loops import LoopSolver, Solver, WorkBytes
+from jaxckpt.planner.loops import LoopSolver, Solved, Solver, WorkBytes
 from jaxckpt.planner.program import PlannedStack, read_stacks
 from jaxckpt.planner.target import Target
 from jaxckpt.planner.work import work_bytes
@@ -129,7 +129,7 @@ class Search:
 
     def _least_free(self) -> int:
         """Return the fewest free bytes for which the planner has an answer."""
-        low, high = 0, 2 * max(1, sum(map(self._most_of, self.stacks)))
+        low, high = 0, self.most_free_bytes
         while self.solver.solve(high) is None:
             low, high = high, 2 * high
         while high - low > high / 1000:
@@ -139,10 +139,17 @@ class Search:
             )
         return high
 
+    @property
+    def most_free_bytes(self) -> int:
+        """More than any plan has use for."""
+        return 2 * max(1, sum(map(self._most_of, self.stacks)))
+
     def _found(self, free_bytes: int) -> Found | None:
         solved = self.solver.solve(free_bytes) if free_bytes > 0 else None
-        if solved is None:
-            return None
+        return None if solved is None else self.found(solved)
+
+    def found(self, solved: Solved) -> Found:
+        """Return what the planner's model found as a plan, predicted."""
         plan = self.target.plan(solved.rules)
         peak = self.target.predict(plan).peak_bytes
         offset = peak - self._there - solved.peak_bytes

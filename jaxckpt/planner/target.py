@@ -17,8 +17,9 @@ from jaxckpt.memory import Prediction
 from jaxckpt.memory.predict import predict_step
 from jaxckpt.plan import Plan
 from jaxckpt.rewrite import find_chain
-from jaxckpt.rewrite_find import fingerprint_of
+from jaxckpt.rewrite_find import check_names, fingerprint_of
 from jaxckpt.schedule import Schedule, none
+from jaxckpt.schedule_tree import Keep
 from jaxckpt.workload import Workload
 from jaxckpt.xla.compile import compile_for
 from jaxckpt.xla.measure import trace_loss, whole_step
@@ -49,6 +50,9 @@ class Target:
         compiles: How many steps were compiled, also where a result was on disk.
         compile_seconds: Time that this took.
 
+    Raises:
+        PlanError: The loss has no layers to rematerialise.
+
     Args:
         workload: The workload; without optimizer and step of its own, its loss and
             gradients are the step.
@@ -64,6 +68,7 @@ class Target:
         self.workload = workload
         self.compiles = 0
         self.compile_seconds = 0.0
+        self._started = time.monotonic()
         self._predicted: dict[Any, Prediction] = {}
         self._compiled: dict[Any, Compiled] = {}
 
@@ -77,7 +82,25 @@ class Target:
     def chain(self) -> Any:
         """The program as a chain, without remat of its own around its stacks."""
         with use(self.device):
-            return find_chain(self.graph.fn, self.graph.args, existing="replace")
+            graph = self.graph
+            chain = find_chain(graph.fn, graph.args, existing="replace")
+        check_names((), chain, f"`{self.workload.name}`")
+        return chain
+
+    @property
+    def solve_seconds(self) -> float:
+        """Time since it was made, without compiling."""
+        return time.monotonic() - self._started - self.compile_seconds
+
+    def form(self, plan: Plan) -> str:
+        """Return in which form layers run under a plan, as `run_layers` calls it."""
+        if plan.form is not None:
+            return plan.form
+        if not any(stack.scanned for stack in self.chain.stacks):
+            return "unrolled"
+        pairs = zip(plan.rules, plan.depths, strict=True)
+        nodes = [node for (_, rule), depth in pairs for node in rule.nodes(depth)]
+        return "scan" if all(isinstance(n, Keep) for n in nodes) else "explicit"
 
     def plan(
         self, rules: tuple[tuple[str, Schedule], ...], form: str | None = None

@@ -1,0 +1,192 @@
+"""What `frontier.py` says of its results: how often ours is faster, by how much."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.frontier_cases import GROUPS, Result, Row, Step
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Our overhead over that of the best hand policy of a group that fits.
+
+    Attributes:
+        median: Over the budgets where they can be compared; None where there are none.
+        compared: How many these are.
+        both_zero: Budgets where neither has any, which are left out.
+        alone: Budgets that no policy of the group fits, which are left out.
+    """
+
+    median: float | None
+    compared: int
+    both_zero: int
+    alone: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of some cases.
+
+    Attributes:
+        budgets: How many budgets there are.
+        planned: For how many of them there is a plan.
+        faster: At how many ours is strictly faster than all hand policies that fit.
+        faster_than: The same for the policies of each group alone.
+        equal: At how many the best hand policy takes the same time.
+        alone: At how many no hand policy fits, and ours does.
+        beaten: At how many a hand policy that fits is faster.
+        ratios: Overheads by group.
+        gap: The largest.
+        compiles: Median and most.
+        first_error: Median and worst absolute errors of first predictions.
+        last_error: The same of last ones.
+        negative: Steps, ours or hand's, that are faster than without remat.
+        within: Whether all our plans are within their budgets.
+    """
+
+    budgets: int
+    planned: int
+    faster: int
+    faster_than: dict[str, int]
+    equal: int
+    alone: int
+    beaten: int
+    ratios: dict[str, Ratios]
+    gap: float | None
+    compiles: tuple[float, int]
+    first_error: tuple[float, float]
+    last_error: tuple[float, float]
+    negative: int
+    within: bool
+
+
+def summarize(results: Sequence[Result]) -> Summary:
+    """Return the figures of some cases together."""
+    pairs = [(result, row) for result in results for row in result.rows]
+    made = [(result, row) for result, row in pairs if row.ours is not None]
+    compared = [_compare(result, row, None) for result, row in pairs]
+    compiles = [row.compiles for _, row in made]
+    return Summary(
+        budgets=len(pairs),
+        planned=len(made),
+        faster=compared.count("faster"),
+        faster_than={
+            group: sum(_compare(*pair, group) == "faster" for pair in pairs)
+            for group in GROUPS
+        },
+        equal=compared.count("equal"),
+        alone=compared.count("alone"),
+        beaten=compared.count("beaten"),
+        ratios={group: _ratios(made, group) for group in GROUPS},
+        gap=max((row.gap for _, row in made if row.gap is not None), default=None),
+        compiles=(statistics.median(compiles or [0]), max(compiles, default=0)),
+        first_error=_errors([row.first_error for _, row in made]),
+        last_error=_errors([row.last_error for _, row in made]),
+        negative=sum(_negative(result) for result in results),
+        within=all(r.ours.peak_bytes <= r.budget_bytes for _, r in made if r.ours),
+    )
+
+
+def _compare(result: Result, row: Row, group: str | None) -> str:
+    """Return `faster`, `equal`, `beaten`, `alone`, or `none` where nothing fits."""
+    hand, ours = result.best(row, group), row.ours
+    if ours is None:
+        return "none" if hand is None else "beaten"
+    if hand is None:
+        return "alone"
+    if ours.step_seconds < hand.step_seconds:
+        return "faster"
+    return "equal" if ours.step_seconds == hand.step_seconds else "beaten"
+
+
+def _ratios(pairs: Sequence[tuple[Result, Row]], group: str) -> Ratios:
+    found, both_zero, alone = [], 0, 0
+    for result, row in pairs:
+        hand = result.best(row, group)
+        assert row.ours is not None
+        if hand is None:
+            alone += 1
+            continue
+        ours, theirs = (max(0.0, result.overhead(s)) for s in (row.ours, hand))
+        if ours == theirs == 0:
+            both_zero += 1
+        else:
+            found.append(ours / theirs if theirs else math.inf)
+    median = statistics.median(found) if found else None
+    return Ratios(median, len(found), both_zero, alone)
+
+
+def _errors(errors: Sequence[float | None]) -> tuple[float, float]:
+    sizes = [abs(error) for error in errors if error is not None] or [math.nan]
+    return statistics.median(sizes), max(sizes)
+
+
+def _negative(result: Result) -> int:
+    ours = [row.ours for row in result.rows if row.ours is not None]
+    hands = [step for steps in result.hands.values() for step in steps]
+    return sum(result.overhead(step) < 0 for step in {*ours, *hands})
+
+
+def exceptions(result: Result) -> Iterator[str]:
+    """Yield a sentence for each thing that is not as it ought to be."""
+    for row in result.rows:
+        yield from (f"{_at(result, row)}: {text}" for text in _of_row(result, row))
+    made = [row for row in result.rows if row.ours is not None]
+    for one, other in itertools.pairwise(made):
+        yield from _rises(result, one, other)
+    for step in {s for steps in result.hands.values() for s in steps}:
+        if result.overhead(step) < 0:
+            yield f"{result.case.name}: `{step.label}` {_below(result, step)}"
+
+
+def _of_row(result: Result, row: Row) -> Iterator[str]:
+    hand, ours = result.best(row), row.ours
+    if ours is None:
+        yield f"no plan: {row.problem}"
+        return
+    if hand is not None and hand.step_seconds < ours.step_seconds:
+        slower = (ours.step_seconds - hand.step_seconds) / result.plain.step_seconds
+        yield f"`{hand.label}` is faster by {slower:.3%} of the step without remat"
+    if ours.peak_bytes > row.budget_bytes:
+        yield f"ours takes {ours.peak_bytes - row.budget_bytes} bytes too many"
+    for name, error, limit in (
+        ("first", row.first_error, 0.05),
+        ("last", row.last_error, 0.01),
+    ):
+        if error is not None and abs(error) > limit:
+            yield f"the {name} prediction is off by {error:+.1%}"
+    if row.gap is None or row.gap > 0.02:
+        yield "there is no gap" if row.gap is None else f"the gap is {row.gap:.1%}"
+    if row.compiles > 5:
+        yield f"{row.compiles} compiles"
+    if result.overhead(ours) < 0:
+        yield f"ours {_below(result, ours)}"
+
+
+def _rises(result: Result, one: Row, other: Row) -> Iterator[str]:
+    """Yield what is more at the larger one of two budgets."""
+    assert one.ours is not None and other.ours is not None
+    seconds = other.ours.step_seconds / one.ours.step_seconds - 1
+    if seconds > 0:
+        yield f"{_at(result, other)}: slower by {seconds:.3%} than at the budget before"
+    flops = other.ours.recompute_flops - one.ours.recompute_flops
+    if flops > 0:
+        share = flops / result.forward_flops
+        yield (
+            f"{_at(result, other)}: runs {share:.2%} of the forward pass's FLOPs more "
+            "again than at the budget before"
+        )
+
+
+def _below(result: Result, step: Step) -> str:
+    share = -result.overhead(step) / result.plain.step_seconds
+    return f"is faster by {share:.3%} than the step without remat"
+
+
+def _at(result: Result, row: Row) -> str:
+    return f"{result.case.name}, {row.budget_bytes / 2**30:.2f} GiB"
