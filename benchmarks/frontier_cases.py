@@ -1,4 +1,4 @@
-"""The cases of `frontier.py`, and what is measured for each: our plans, hand policies."""
+"""The cases of `frontier.py`, and what is measured: our plans and hand policies."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Planner:
     def least_bytes(self) -> int:
         """Return the least budget that has a plan."""
         try:
-            Fit(self.target, 1, self.progress, self.search).plan()
+            Fit(self.target, 1, self.progress, self.search).run()
         except BudgetError as error:
             assert error.least_feasible_bytes is not None
             return error.least_feasible_bytes
@@ -188,7 +188,7 @@ class Planner:
         """Return our plan for a budget."""
         fit = Fit(self.target, budget_bytes, self.progress, self.search)
         try:
-            plan = fit.plan()
+            plan = fit.run().plan
         except (BudgetError, CompileError) as error:
             return Row(budget_bytes, compiles=len(fit.tried), problem=str(error))
         first, done = fit.tried[0], plan.verified
@@ -246,9 +246,7 @@ def measure_hands(
     return hands, tuple(str(one.rule.policy) for one in found.left_out)
 
 
-def measure_case(
-    case: Case, count: int, progress: Progress
-) -> Iterator[Result]:
+def measure_case(case: Case, count: int, progress: Progress) -> Iterator[Result]:
     """Yield a case's result, anew after each budget."""
     planner = Planner(case, progress)
     plain = planner.plain()

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import executor, executor_methods, policies
-from jaxckpt.report.compare import Comparison
+from benchmarks import (
+    executor,
+    executor_methods,
+    frontier,
+    frontier_cases,
+    frontier_plot,
+    frontier_summary,
+    policies,
+)
+from benchmarks.frontier_cases import Case, Result, Row, Step
+from jaxckpt.report.compare import Comparison, Rule
 from jaxckpt.xla.footprint import Footprint
 from jaxckpt.xla.measure import Measurement
 
@@ -128,3 +137,110 @@ def test_executor_refuses_options_in_one_line(options, message):
     with pytest.raises(SystemExit, match=re.escape(message)) as caught:
         executor.parse(options.split())
     assert "\n" not in str(caught.value)
+
+
+TINY_GPT = Case("gpt", "models/gpt.py:tiny", "num_layers=6 seq=64", "h100-80gb")
+
+
+@pytest.mark.aot
+def test_frontier_plans_within_each_budget_and_keeps_what_it_found(
+    capsys, monkeypatch, tmp_path
+):
+    path = tmp_path / "out.json"
+    rules = tuple(Rule(p, optional=True) for p in ("none", "full", "maxtext:minimal"))
+    options = "--case", "gpt-h100", "--budgets", "2", "--json", str(path), "--markdown"
+    monkeypatch.setattr(sys, "argv", ["frontier", *options])
+    monkeypatch.setattr(frontier, "CASES", (TINY_GPT,))
+    monkeypatch.setattr(frontier_cases, "default_rules", lambda: rules)
+    frontier.main()
+    (found,) = json.loads(path.read_text())["cases"]
+    least, most = found["rows"]
+    assert most["budget_bytes"] == found["plain"]["peak_bytes"]
+    assert most["ours"]["step_seconds"] <= found["plain"]["step_seconds"]
+    assert least["ours"]["peak_bytes"] <= least["budget_bytes"] < most["budget_bytes"]
+    assert least["ours"]["recompute_flops"] > most["ours"]["recompute_flops"]
+    labels = [step["label"] for step in found["hands"]["lse"]]
+    assert "maxtext:minimal | save(context_lse)" in labels
+    assert "| gpt-h100 |" in capsys.readouterr().out
+
+
+def test_frontier_compares_with_no_policy_that_offloads_and_with_none_in_each_group():
+    for group, extra in frontier_cases.GROUPS.items():
+        texts = [rule.policy for rule in frontier_cases.hand_rules(group)]
+        assert texts[0] == "none" and f"maxtext:minimal_flash{extra}" in texts
+        assert not any("offload" in text for text in texts)
+
+
+def frontier_result(*rows, **hands):
+    """Return a case whose step takes 100 bytes and 10 seconds without remat."""
+    groups = dict.fromkeys(frontier_cases.GROUPS, ())
+    return Result(TINY_GPT, Step("none", 100, 0, 10.0), 50, groups | hands, (), rows)
+
+
+def frontier_row(budget, seconds, flops=0, **figures):
+    ours = Step("ours", budget, flops, seconds)
+    known = {"first_predicted_bytes": budget, "first_compiled_bytes": budget}
+    known |= {"predicted_bytes": budget, "gap": 0.0, "compiles": 1}
+    return Row(budget, ours, **known | figures)
+
+
+HANDS = Step("full", 30, 50, 13.0), Step("dots", 60, 20, 12.0), Step("none", 100, 0, 10)
+
+
+def test_frontier_counts_where_ours_is_faster_equal_alone_and_beaten():
+    rows = (
+        frontier_row(20, 14.0),  # alone
+        frontier_row(40, 12.0),  # 2 s more than without remat, full 3 s
+        frontier_row(60, 12.0),  # as dots
+        frontier_row(80, 12.5),  # dots is faster
+        frontier_row(100, 10.0),  # both without remat
+    )
+    found = frontier_summary.summarize(
+        [frontier_result(*rows, **{"as they are": HANDS})]
+    )
+    assert (found.faster, found.equal, found.alone, found.beaten) == (1, 2, 1, 1)
+    ratios = found.ratios["as they are"]
+    assert (ratios.compared, ratios.both_zero, ratios.alone) == (3, 1, 1)
+    assert ratios.median == 1.0  # of 2 / 3, 1 and 1.25
+    assert found.ratios["lse"].alone == 5
+
+
+def test_frontier_lists_what_is_not_as_it_ought_to_be():
+    rows = (
+        frontier_row(40, 11.0, first_predicted_bytes=39, predicted_bytes=39),
+        frontier_row(50, 11.5, flops=5, gap=0.03, compiles=6),
+        Row(60, problem="it is too small"),
+        frontier_row(99, 9.9),
+    )
+    result = frontier_result(*rows, lse=(Step("dots", 45, 1, 11.2),))
+    texts = [t.split(" GiB: ")[1] for t in frontier_summary.exceptions(result)]
+    assert texts == [
+        "the last prediction is off by -2.5%",
+        "`dots` is faster by 3.000% of the step without remat",
+        "the gap is 3.0%",
+        "6 compiles",
+        "no plan: it is too small",
+        "ours is faster by 1.000% than the step without remat",
+        "slower by 4.545% than at the budget before",
+        "runs 10.00% of the forward pass's FLOPs more again than at the budget before",
+    ]
+
+
+def test_frontier_draws_a_panel_for_each_case(tmp_path):
+    result = frontier_result(frontier_row(40, 12.0), **{"as they are": HANDS})
+    path = tmp_path / "out.png"
+    frontier_plot.save_frontiers([result] * 3, path)
+    assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--case x", "error: `--case x` is not one of llama-h100, "),
+        ("--budgets 0", "error: `--budgets 0` is no whole number from 1 on."),
+        ("--json /none/a", "error: `--json /none/a`: there is no such folder."),
+    ],
+)
+def test_frontier_refuses_options_in_one_line(options, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        frontier.parse(options.split())

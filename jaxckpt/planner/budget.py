@@ -33,8 +33,8 @@ def parse_budget(budget: str | int, device: Device) -> int:
 
     Example:
         >>> from jaxckpt.devices import get_device
-        >>> parse_budget("50%", get_device("h100-80gb")) / 2**30
-        39.0546875
+        >>> parse_budget("50%", get_device("h100-80gb"))
+        41934618624
         >>> parse_budget("70GiB", get_device("h100-80gb")) == 70 * 2**30
         True
     """

@@ -9,6 +9,7 @@ from memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +38,14 @@ class LayerCosts:
 
     Attributes:
         stage: Its values and operations.
-        labels: What a policy calls each value that can be kept, by its number.
+        indices: Of each value that can be kept, its number among the layer's values
+            (`jaxckpt.graph.values.find_values`).
+        labels: What a policy calls each of them.
         forward_seconds: One forward run.
     """
 
     stage: StageCosts
+    indices: Mapping[int, int]
     labels: Mapping[int, str]
     forward_seconds: float
 
@@ -49,6 +53,12 @@ class LayerCosts:
         """Return the policy that keeps these values."""
         names = dict.fromkeys(self.labels[v] for v in sorted(saved))
         return save(*map(_escaped, names)) if names else save_nothing()
+
+    def named_as(self, closed: Any) -> LayerCosts:
+        """Return the costs of an equal layer, which may call its values otherwise."""
+        items = find_values(closed).items
+        labels = {number: items[i].label for number, i in self.indices.items()}
+        return dataclasses.replace(self, labels=labels)
 
 
 def layer_costs(
@@ -139,35 +149,38 @@ class _Reader:
         residuals = {self._of(v) for v in outputs if not isinstance(v, _jax.Literal)}
         read = frozenset(numbers[v] for v in residuals if v in numbers)
         sizes = tuple(_jax.nbytes(v.aval) for v in numbers)
-        labels = self._labels(numbers)
+        indices = self._indices(numbers)
+        labels = {n: self.values.items[i].label for n, i in indices.items()}
         least = _LEAST_SHARE * sum(sizes[v] for v in read)
         fixed = frozenset(
             n for n, size in enumerate(sizes) if n not in labels or size < least
         )
         stage = StageCosts(sizes, operations, read, fixed)
-        return LayerCosts(stage, labels, sum(seconds))
+        return LayerCosts(stage, indices, labels, sum(seconds))
 
-    def _labels(self, numbers: Mapping[Any, int]) -> dict[int, str]:
-        """Return what a policy calls each value; of equal labels only the first.
+    def _indices(self, numbers: Mapping[Any, int]) -> dict[int, int]:
+        """Return which values a policy can keep; of equal labels only the first.
 
         Complex values cannot be kept, nor those that only one run of an inner loop
         makes.
         """
-        found: dict[int, str] = {}
+        found: dict[int, int] = {}
         taken: set[str] = set()
         for variable, number in numbers.items():
             index = self._index.get(variable)
             if index is None:
                 continue
             value = self.values.items[index]
-            label = value.label
-            if label in taken or value.dtype.startswith("complex"):
-                continue
             unnamed = value.name is None and self.values.name_of(index) is None
-            if unnamed and "/" not in label:
+            complex_one = value.dtype.startswith("complex")
+            if (
+                value.label in taken
+                or complex_one
+                or (unnamed and "/" not in value.label)
+            ):
                 continue
-            taken.add(label)
-            found[number] = label
+            taken.add(value.label)
+            found[number] = index
         return found
 
     def _forward_equations(self) -> list[Any]:

@@ -187,11 +187,13 @@ def auto(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-        >>> weights, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+        >>> def loss(weights, x):
+        ...     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        ...     return jnp.mean(x**2)
+        >>> weights, x = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
         >>> fitted = auto(loss, weights, x, budget="1MiB")
         >>> jax.grad(fitted)(weights, x).shape
-        (4, 4)
+        (3, 4, 4)
     """
     plan = fit(
         loss_fn, params, batch, budget=budget, optimizer=optimizer, device=device
@@ -269,7 +271,9 @@ class Fit:
             plain = self.target.predict(self.target.no_remat())
         if plain.peak_bytes <= _HOPEFUL * self.budget:
             self.compile_plain()
-        if not self._fitting():
+        if self._fitting():
+            self._keep_all(plain.step_seconds)
+        else:
             self._descend()
         if not self._fitting():
             self._smallest()
@@ -293,8 +297,22 @@ class Fit:
         plan = dataclasses.replace(best.found.plan, verified=verified)
         return FitResult(plan, self.target.form(plan), tuple(self.tried))
 
+    def _keep_all(self, plain_seconds: float | None) -> None:
+        """Compile the plan that keeps what is read, where it may be faster than none.
+
+        Without remat, JAX keeps values too that cost less to have again than to read.
+        """
+        found = self.search.plan(self.budget)
+        if found is None or plain_seconds is None:
+            return
+        step = self.target.predict(found.plan).step_seconds
+        if step is not None and step < plain_seconds * (1 - _WORTH):
+            self.compile(found)
+
     def _order(self, tried: Tried) -> tuple[float, int]:
-        return tried.found.seconds, tried.compiled.peak_bytes
+        seconds = tried.compiled.step_seconds
+        known = tried.found.seconds if seconds is None else seconds
+        return known, tried.compiled.peak_bytes
 
     def _fitting(self) -> list[Tried]:
         return [t for t in self.tried if t.compiled.peak_bytes <= self.budget]

@@ -245,6 +245,6 @@ class _Largest:
         with self.progress(f"predicting {count * self.step}"):
             try:
                 target = Target(self.load_for(count * self.step), self.device)
-                return Search(target).smallest()[0].predicted_bytes
+                return Search(target).least().predicted_bytes
             except WorkloadError:
                 return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,11 +19,12 @@ from jaxckpt.planner.runs import (
     peak_bytes,
 )
 from jaxckpt.schedule import Schedule, tree
-from jaxckpt.schedule_tree import Node, Remat, Segment
+from jaxckpt.schedule_tree import Node, Remat, Segment, canonical
 
 _MOST_TRIED = 2.5e7
-_FEWEST = 12
-"""Choices are offered such that K^3 L^2 of them are tried, but not fewer than this."""
+_MOST_TRIED_OF_SEVERAL = 4e5
+_FEWEST = 10
+"""Choices are offered such that K^3 L^2 are tried, but not fewer than these."""
 _MOST_IN_SEGMENT = 16
 
 WorkBytes = Callable[[Point], int]
@@ -57,8 +59,24 @@ class Solver(Protocol):
 
 @dataclass(frozen=True)
 class _Offer:
+    """A choice, the point that it keeps, and whether its layers are a segment."""
+
     choice: Choice
-    nodes: tuple[Node, ...]
+    point: Point
+    segment: bool = False
+
+    def nodes(self, layers: Sequence[PlannedLayer]) -> Iterator[Node]:
+        """Yield the nodes of layers that take it."""
+        size = self.choice.layers
+        for start in range(0, len(layers), size):
+            part = [
+                Remat(layer.costs.policy(self.point.saved), 1)
+                for layer in layers[start : start + size]
+            ]
+            if self.segment:
+                yield Segment(canonical(part))
+            else:
+                yield from part
 
 
 class LoopSolver:
@@ -77,19 +95,26 @@ class LoopSolver:
         head_bytes: int,
     ) -> None:
         self._head = head_bytes
-        self._names: list[str] = []
-        self._offers: list[list[_Offer]] = []
-        self._layers: list[Layers] = []
-        self._of_stack: list[int] = []
-        for number, stack in enumerate(stacks):
-            self._names.append(stack.name)
-            for layer, count in _blocks(stack):
-                offers = _offers(layer, count, work_bytes[layer.kind])
-                self._offers.append(offers)
-                self._of_stack.append(number)
-                choices = tuple(offer.choice for offer in offers)
-                runs = min(2, count)
-                self._layers.append(Layers(count, choices, layer.gradient_bytes, runs))
+        self._names = [stack.name for stack in stacks]
+        self._blocks = [
+            (number, block)
+            for number, stack in enumerate(stacks)
+            for block in _blocks(stack)
+        ]
+        tried = _MOST_TRIED if len(self._blocks) == 1 else _MOST_TRIED_OF_SEVERAL
+        self._offers = [
+            _offers(block[0], len(block), work_bytes[block[0].kind], tried)
+            for _, block in self._blocks
+        ]
+        self._layers = [
+            Layers(
+                len(block),
+                tuple(offer.choice for offer in offers),
+                block[0].gradient_bytes,
+                min(2, len(block)),
+            )
+            for (_, block), offers in zip(self._blocks, self._offers, strict=True)
+        ]
 
     def solve(self, free_bytes: int) -> Solved | None:
         """Return the fastest schedules, None where nothing fits."""
@@ -97,12 +122,17 @@ class LoopSolver:
         if answer is None:
             return None
         nodes: list[list[Node]] = [[] for _ in self._names]
-        for block, runs in enumerate(answer.runs):
+        of_block = zip(self._blocks, self._offers, answer.runs, strict=True)
+        for (number, block), offers, runs in of_block:
+            first = 0
             for run in runs:
-                offer = self._offers[block][run.choice]
-                nodes[self._of_stack[block]] += _times(offer.nodes, run.parts)
+                offer = offers[run.choice]
+                stop = first + run.parts * offer.choice.layers
+                nodes[number] += offer.nodes(block[first:stop])
+                first = stop
         rules = tuple(
-            (name, tree(*parts)) for name, parts in zip(self._names, nodes, strict=True)
+            (name, tree(*canonical(parts)))
+            for name, parts in zip(self._names, nodes, strict=True)
         )
         peak = peak_bytes(self._layers, answer.runs, self._head)
         bound = min(answer.seconds, self._bound(free_bytes))
@@ -121,22 +151,19 @@ class LoopSolver:
         return knapsack_seconds(self._layers, free, free_bytes)
 
 
-def _blocks(stack: PlannedStack) -> list[tuple[PlannedLayer, int]]:
-    """Return equal neighbours together, with how many they are."""
-    found: list[tuple[PlannedLayer, int]] = []
-    for layer in stack.layers:
-        if found and found[-1][0].kind == layer.kind:
-            found[-1] = layer, found[-1][1] + 1
-        else:
-            found.append((layer, 1))
-    return found
+def _blocks(stack: PlannedStack) -> list[list[PlannedLayer]]:
+    """Return equal neighbours together."""
+    groups = groupby(stack.layers, key=lambda layer: layer.kind)
+    return [list(group) for _, group in groups]
 
 
-def _offers(layer: PlannedLayer, count: int, work_bytes: WorkBytes) -> list[_Offer]:
+def _offers(
+    layer: PlannedLayer, count: int, work_bytes: WorkBytes, tried: float
+) -> list[_Offer]:
     """Return what can become of layers, what hardly any budget uses left out."""
     points = frontier(layer.costs.stage)
     singles = [_single(layer, point, work_bytes) for point in points]
-    most = max(_FEWEST, int((_MOST_TRIED / count**2) ** (1 / 3)))
+    most = max(_FEWEST, int((tried / count**2) ** (1 / 3)))
     offers = _nearest(singles, lambda choice: choice.bytes, 2 * most // 3)
     sizes = _segment_sizes(count)
     for size in sizes:
@@ -159,9 +186,7 @@ def _segment_sizes(count: int) -> list[int]:
 
 def _single(layer: PlannedLayer, point: Point, work_bytes: WorkBytes) -> _Offer:
     kept = layer.input_bytes + point.bytes
-    policy = layer.costs.policy(point.saved)
-    choice = Choice(kept, point.seconds, work_bytes(point))
-    return _Offer(choice, (Remat(policy, 1),))
+    return _Offer(Choice(kept, point.seconds, work_bytes(point)), point)
 
 
 def _segment(
@@ -175,8 +200,7 @@ def _segment(
     seconds = again * layer.costs.forward_seconds + size * point.seconds
     inside = layer.input_bytes + point.bytes + layer.gradient_bytes
     work = work_bytes(point) + size * inside
-    node = Segment((Remat(layer.costs.policy(point.saved), size),))
-    return _Offer(Choice(layer.input_bytes, seconds, work, size), (node,))
+    return _Offer(Choice(layer.input_bytes, seconds, work, size), point, segment=True)
 
 
 def _nearest(
@@ -209,9 +233,3 @@ def _above(
     """Return whether the middle one of three points is above the others' line."""
     rise = (middle[1] - one[1]) * (other[0] - one[0])
     return rise >= (other[1] - one[1]) * (middle[0] - one[0])
-
-
-def _times(nodes: Sequence[Node], parts: int) -> list[Node]:
-    if len(nodes) == 1 and isinstance(nodes[0], Remat):
-        return [Remat(nodes[0].policy, parts)]
-    return list(nodes) * parts

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxckpt import _jax
 from jaxckpt.devices import Device
+from jaxckpt.errors import PlanError
 from jaxckpt.graph.gradient import is_inexact_type
 from jaxckpt.graph.stages import Chain, Stack
 from jaxckpt.graph.stages.chain import Stage
@@ -70,6 +71,9 @@ def read_stacks(graph: Graph, device: Device) -> tuple[PlannedStack, ...]:
     """Return the stacks of a traced loss function, without any remat of its own.
 
     Its first argument is what is trained.
+
+    Raises:
+        PlanError: A stack stands inside a `shard_map`.
     """
     chain = find_chain(graph.fn, graph.args, existing="replace")
     trained = len(jax.tree.leaves(graph.args[0]))
@@ -98,7 +102,9 @@ class _Reader:
     def _layer(self, stage: Stage) -> PlannedLayer:
         if stage.kind not in self._known:
             self._known[stage.kind] = self._read(stage)
-        return self._known[stage.kind]
+            return self._known[stage.kind]
+        known = self._known[stage.kind]
+        return replace(known, costs=known.costs.named_as(stage.body))
 
     def _read(self, stage: Stage) -> PlannedLayer:
         jaxpr, moving, arguments = self._at(stage.place)
@@ -140,6 +146,11 @@ class _Reader:
             *above, number, name = place
             jaxpr, moving, _ = self._at(above)
             eqn = jaxpr.eqns[number]
+            if eqn.primitive.name == "shard_map":
+                raise PlanError(
+                    "The layers stand inside a `shard_map`, and plans are for one "
+                    "device yet. Write a schedule for them: `jaxckpt.plan_from`."
+                )
             inner = _jax.open_jaxpr(_jax.inner_jaxprs(eqn)[name])
             outer = eqn.invars[len(eqn.invars) - len(inner.invars) :]
             pairs = zip(outer, inner.invars, strict=True)

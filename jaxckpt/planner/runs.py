@@ -26,6 +26,8 @@ from jaxckpt.planner.three import Table
 
 _GAP = 2e-4
 _SECONDS = 20.0
+_TOLERANCE = 1e-5
+"""HiGHS may exceed a bound by a millionth: so much is left free."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,8 @@ def knapsack_seconds(
 ) -> float:
     """Return the least seconds in which stacks keep so much at most, or a bound on it.
 
-    Choices that do not fit alone are left out. A choice is taken by two layers at
-    least, as in runs.
+    Choices that do not fit alone are left out. A choice is taken twice at least, as in
+    runs.
 
     Args:
         stacks: The stacks.
@@ -162,8 +164,7 @@ def knapsack_seconds(
         return 0.0
     count = len(pairs)
     most = np.array([stacks[i].count // c.layers for c, i in pairs], float)
-    least = np.array([2.0 if c.layers == 1 else 1.0 for c, _ in pairs])
-    least = np.minimum(least, most)
+    least = np.minimum(2.0, most)
     one, scale = sparse.identity(count), max(1.0, float(kept_bytes))
     sizes = np.array([[c.bytes / scale for c, _ in pairs] + [0.0] * count])
     layers = np.zeros((len(stacks), 2 * count))
@@ -267,9 +268,17 @@ class _Problem:
         for i in range(self.count):
             most = float(self._most(i))
             self._rows.append(({i: 1.0, self.count + i: -most}, -np.inf, 0.0))
-            # A run of a single layer is no loop: the compiler fuses it otherwise.
-            least = 2.0 if most >= 2 and self._choice(i).layers == 1 else 1.0
+            least = min(2.0, most)  # as in `three.Table`
             self._rows.append(({i: 1.0, self.count + i: -least}, 0.0, np.inf))
+        for number, layers in enumerate(self.stacks):
+            for choice in range(len(layers.choices)):
+                # Neighbours of one choice would be one run.
+                row = {
+                    self.count + i: 1.0
+                    for i, (slot, other) in enumerate(self.columns)
+                    if other == choice and self.slots[slot][0] == number
+                }
+                self._rows.append((row, -np.inf, 1.0))
         for slot in range(len(self.slots)):
             row = {
                 self.count + i: 1.0
@@ -280,7 +289,7 @@ class _Problem:
 
     def _phases(self) -> None:
         kept = {i: self._choice(i).bytes / self._scale for i in range(self.count)}
-        limit = self.free / self._scale
+        limit = self.free / self._scale * (1 - _TOLERANCE)
         self._rows.append((kept, -np.inf, limit - self.head / self._scale))
         for slot in range(len(self.slots)):
             row: dict[int, float] = {}

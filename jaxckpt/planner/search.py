@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -23,12 +24,12 @@ from jaxckpt.schedule import full
 _CLOSE = 0.004
 """A prediction by this share below the goal is close enough."""
 _MOST_STEPS = 8
-_FACTORS = (1.0, 1.02, 1.04, 1.07, 1.1, 1.15, 1.2, 1.3)
+_FACTORS = (1.0, 1.04, 1.1, 1.2)
 """Plans of the fewest bytes are looked for among those of so much more free bytes."""
 _FAR = 1.06
 """Of them those are compiled that are predicted to be no larger than the least."""
 _MOST_SMALLEST = 4
-_MOST_UNROLLED = 48
+_MOST_UNROLLED = 24
 """Deeper stacks take too long to compile without loops."""
 
 
@@ -65,8 +66,8 @@ class Search:
         device = _with_rates(target.device)
         with use(target.device):
             self.stacks = read_stacks(target.graph, device)
-        self.least = target.uniform(full())
-        prediction = target.predict(self.least)
+        self._full = target.uniform(full())
+        prediction = target.predict(self._full)
         self._there = prediction.argument_bytes + self._other_gradients()
         work, head = self._works(prediction)
         self.solver = self._solver(work, head)
@@ -74,13 +75,17 @@ class Search:
     def plan(self, goal_bytes: int) -> Found | None:
         """Return the fastest plan of at most so many predicted bytes."""
         best: Found | None = None
+        seen: set[Any] = set()
         low, high = 0, None
         free = goal_bytes - self._there
         for _ in range(_MOST_STEPS):
             found = self._found(free)
+            if found is not None and found.plan.rules in seen:
+                break
             if found is None:
                 low, following = free, free
             else:
+                seen.add(found.plan.rules)
                 following = goal_bytes - self._there - found.offset
                 if found.predicted_bytes <= goal_bytes:
                     low = free
@@ -115,7 +120,7 @@ class Search:
         least = self._least_free()
         tried = [self._found(round(least * factor)) for factor in _FACTORS]
         found = {f.plan.rules: f for f in tried if f is not None}
-        full_ones = [self.least]
+        full_ones = [self._full]
         if any(stack.scanned for stack in self.stacks):
             full_ones.append(self.target.uniform(full(), "scan"))
             if sum(len(stack.layers) for stack in self.stacks) <= _MOST_UNROLLED:
@@ -126,6 +131,12 @@ class Search:
         order = sorted([*found.values(), *ones], key=lambda f: f.predicted_bytes)
         limit = _FAR * order[0].predicted_bytes
         return [f for f in order if f.predicted_bytes <= limit][:_MOST_SMALLEST]
+
+    def least(self) -> Found:
+        """Return the plan of the fewest bytes by the planner's model."""
+        found = self._found(self._least_free())
+        assert found is not None
+        return found
 
     def _least_free(self) -> int:
         """Return the fewest free bytes for which the planner has an answer."""

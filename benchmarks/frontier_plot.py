@@ -1,0 +1,87 @@
+"""The picture of `frontier.py`: memory against overhead, a panel for each case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frontier_cases import Result, Step
+from jaxckpt.report import plots
+
+_PANEL = (7.5, 4.6)  # inches
+_COLORS = "C1", "C2", "C4"
+_MARKERS = "s", "D", "^"
+
+
+def save_frontiers(results: Sequence[Result], path: Path) -> None:
+    """Write what our plans and hand policies take: GiB against overhead in percent.
+
+    Args:
+        results: The cases, a panel each.
+        path: Where to write it; the suffix says the kind.
+    """
+    plots.check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(results))
+    rows = math.ceil(len(results) / columns)
+    size = (columns * _PANEL[0], rows * _PANEL[1])
+    figure = Figure(figsize=size, dpi=plots._DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, result in zip(panels, results, strict=False):
+        _draw(axes, result)
+    for axes in panels[len(results) :]:
+        axes.set_visible(False)
+    figure.canvas.draw()
+    for axes, result in zip(panels, results, strict=False):
+        plots._draw_labels(axes, _labels(result), _ours(result))
+    figure.savefig(path)
+
+
+def _draw(axes: Any, result: Result) -> None:
+    case = result.case
+    line = _ours(result)
+    axes.plot(*zip(*line, strict=True), "o-", color="C0", label="ours", zorder=4)
+    looks = zip(result.hands.items(), _COLORS, _MARKERS, strict=True)
+    for number, ((group, steps), color, marker) in enumerate(looks):
+        points = [_point(result, step) for step in steps]
+        axes.plot(
+            *zip(*points, strict=True),
+            marker,
+            color=color,
+            label=f"hand policies, {group}",
+            ms=7 - 1.5 * number,  # a later one on an earlier one leaves its rim
+            zorder=2 + number / 10,
+        )
+    axes.set_title(f"{case.workload.split(':')[1]} {case.settings} on {case.device}")
+    axes.set_xlabel("peak memory of the training step, GiB")
+    axes.set_ylabel("time beyond that without remat, %")
+    axes.grid(alpha=0.25)
+    axes.margins(0.1)
+    axes.legend(loc="upper right", frameon=False, fontsize=8)
+
+
+def _ours(result: Result) -> list[plots.Point]:
+    return [_point(result, row.ours) for row in result.rows if row.ours is not None]
+
+
+def _point(result: Result, step: Step) -> plots.Point:
+    share = 100 * result.overhead(step) / result.plain.step_seconds
+    return step.peak_bytes / 2**30, share
+
+
+def _labels(result: Result) -> dict[plots.Point, list[str]]:
+    """Return the names at each point: of those as they are, and the best with more."""
+    labels: dict[plots.Point, list[str]] = {}
+    for group, steps in result.hands.items():
+        for step in steps:
+            name = step.label.split(" | ")[0].removeprefix("maxtext:")
+            text = f"{name}" if " | " not in step.label else f"{name} + {group}"
+            point = _point(result, step)
+            if text not in labels.setdefault(point, []):
+                labels[point].append(text)
+    return labels
