@@ -49,7 +49,7 @@ def budget_table(result: Result, *, markdown: bool = False) -> Table:
         f"{plain.peak_bytes / _GIB:.2f} GiB and {1000 * plain.step_seconds:.1f} ms "
         "without remat",
         ["budget GiB", "ours GiB", "predicted", "compiles", "again", "overhead", "gap"],
-        [f"best hand, {group}" for group in GROUPS],
+        texts=[f"best hand, {group}" for group in GROUPS],
         markdown=markdown,
     )
     for row in result.rows:
@@ -71,7 +71,7 @@ def _our_cells(result: Result, row: Row) -> list[str]:
         str(row.compiles),
         f"{ours.recompute_flops / result.forward_flops:.1%}",
         f"{_share(result, ours):+.2%}",
-        "-" if row.gap is None else f"{row.gap:.2%}",
+        _share_text(row.gap),
     ]
 
 
@@ -91,15 +91,18 @@ def summary_table(results: Sequence[Result], *, markdown: bool = False) -> Table
     """Return a row for each case, and one for all."""
     table = _table(
         f"Ours against hand policies, jax {jax.__version__}; seconds by a roofline",
-        ["case", "budgets", "faster", "equal", "alone", "beaten", "gap", "compiles"],
-        ["first prediction", "last prediction"]
-        + [f"overhead / hand's, {group}" for group in GROUPS],
+        ["case", "budgets", "faster", "equal", "alone", "beaten", "gap", "compiles"]
+        + ["first prediction", "last prediction"],
         markdown=markdown,
     )
-    for result in results:
-        table.add_row(result.case.name, *_summary_cells(summarize([result])))
-    table.add_row("all", *_summary_cells(summarize(results)))
+    for name, found in _summaries(results):
+        table.add_row(name, *_summary_cells(found))
     return table
+
+
+def _summaries(results: Sequence[Result]) -> list[tuple[str, Summary]]:
+    ones = [(result.case.name, summarize([result])) for result in results]
+    return [*ones, ("all", summarize(results))]
 
 
 def _summary_cells(found: Summary) -> list[str]:
@@ -110,23 +113,39 @@ def _summary_cells(found: Summary) -> list[str]:
         str(found.equal),
         str(found.alone),
         str(found.beaten),
-        "-" if found.gap is None else f"{found.gap:.2%}",
+        _share_text(found.gap),
         f"{found.compiles[0]:g}, {found.compiles[1]}",
         f"{first[0]:.1%}, {first[1]:.1%}",
         f"{last[0]:.1%}, {last[1]:.1%}",
-        *(_ratio_text(found, group) for group in GROUPS),
     ]
 
 
-def _ratio_text(found: Summary, group: str) -> str:
-    one = found.ratios[group]
-    text = "-" if one.median is None else f"{one.median:.2f}"
-    counts = f"of {one.compared}; both zero {one.both_zero}, none fits {one.alone}"
-    return f"{text} ({counts}); faster at {found.faster_than[group]}"
+def group_table(results: Sequence[Result], *, markdown: bool = False) -> Table:
+    """Return our overhead over that of the best hand policy, a row for each group."""
+    table = _table(
+        "Our overhead over that of the best hand policy that fits, medians",
+        ["case", "hand policies", "ratio", "over the fastest", "compared", "both zero"]
+        + ["none fits", "faster"],
+        markdown=markdown,
+    )
+    for name, found in _summaries(results):
+        for group, one in found.ratios.items():
+            counts = one.compared, one.both_zero, one.alone, found.faster_than[group]
+            ratios = _number_text(one.median), _number_text(one.over_fastest)
+            table.add_row(name, group, *ratios, *map(str, counts))
+    return table
+
+
+def _number_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _share_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
 
 
 def _table(
-    title: str, numbers: Sequence[str], texts: Sequence[str], *, markdown: bool
+    title: str, numbers: Sequence[str], *, texts: Sequence[str] = (), markdown: bool
 ) -> Table:
     table = Table(
         title=title, title_justify="left", box=box.MARKDOWN if markdown else box.ROUNDED
@@ -205,7 +224,8 @@ def _case(name: str) -> Case:
 def main() -> None:
     given = parse()
     results = run(given)
-    _console().print(summary_table(results, markdown=given.markdown), "")
+    for table in (summary_table, group_table):
+        _console().print(table(results, markdown=given.markdown), "")
     for result in results:
         for text in exceptions(result):
             print(f"- {text}")

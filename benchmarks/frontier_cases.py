@@ -54,7 +54,7 @@ class Case:
 _MODELS = (
     ("llama", "models/llama.py:llama3_1b", "batch=8 seq=8192"),
     ("gpt", "models/gpt.py:gpt2_xl", "batch=8"),
-    ("vit", "models/vit.py:vit_l16", "batch=128 pooling=mean"),
+    ("vit", "models/vit.py:vit_l16", "batch=128 image_size=256 pooling=mean"),
     ("moe", "models/moe.py:moe_1b", "batch=16"),
 )
 CASES = tuple(

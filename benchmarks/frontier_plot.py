@@ -13,6 +13,8 @@ from jaxckpt.report import plots
 _PANEL = (7.5, 4.6)  # inches
 _COLORS = "C1", "C2", "C4"
 _MARKERS = "s", "D", "^"
+_TOUCHING = 9  # pixels
+_TICKS = 4, 5, 6, 8, 10, 15, 20, 25, 30, 40, 50, 60, 80, 100, 140, 180, 240
 
 
 def save_frontiers(results: Sequence[Result], path: Path) -> None:
@@ -38,11 +40,13 @@ def save_frontiers(results: Sequence[Result], path: Path) -> None:
         axes.set_visible(False)
     figure.canvas.draw()
     for axes, result in zip(panels, results, strict=False):
-        plots._draw_labels(axes, _labels(result), _ours(result))
+        plots._draw_labels(axes, _labels(axes, result), _ours(result))
     figure.savefig(path)
 
 
 def _draw(axes: Any, result: Result) -> None:
+    from matplotlib.ticker import NullLocator
+
     case = result.case
     line = _ours(result)
     axes.plot(*zip(*line, strict=True), "o-", color="C0", label="ours", zorder=4)
@@ -58,10 +62,14 @@ def _draw(axes: Any, result: Result) -> None:
             zorder=2 + number / 10,
         )
     axes.set_title(f"{case.workload.split(':')[1]} {case.settings} on {case.device}")
+    axes.set_xscale("log")
+    axes.set_xticks(_TICKS, list(map(str, _TICKS)), minor=False)
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("peak memory of the training step, GiB")
     axes.set_ylabel("time beyond that without remat, %")
     axes.grid(alpha=0.25)
-    axes.margins(0.1)
+    axes.margins(0.12)
+    axes.set_xlim(*axes.get_xlim())  # ticks beyond do not widen it
     axes.legend(loc="upper right", frameon=False, fontsize=8)
 
 
@@ -74,14 +82,15 @@ def _point(result: Result, step: Step) -> plots.Point:
     return step.peak_bytes / 2**30, share
 
 
-def _labels(result: Result) -> dict[plots.Point, list[str]]:
-    """Return the names at each point: of those as they are, and the best with more."""
+def _labels(axes: Any, result: Result) -> dict[plots.Point, list[str]]:
+    """Return the policies' names at each point; markers that touch share a label."""
     labels: dict[plots.Point, list[str]] = {}
-    for group, steps in result.hands.items():
-        for step in steps:
-            name = step.label.split(" | ")[0].removeprefix("maxtext:")
-            text = f"{name}" if " | " not in step.label else f"{name} + {group}"
-            point = _point(result, step)
-            if text not in labels.setdefault(point, []):
-                labels[point].append(text)
+    pixels = axes.transData.transform
+    for step in dict.fromkeys(s for steps in result.hands.values() for s in steps):
+        name = step.label.split(" | ")[0].removeprefix("maxtext:")
+        own = _point(result, step)
+        near = (p for p in labels if math.dist(pixels(p), pixels(own)) < _TOUCHING)
+        names = labels.setdefault(next(near, own), [])
+        if name not in names:
+            names.append(name)
     return labels

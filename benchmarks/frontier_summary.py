@@ -20,12 +20,15 @@ class Ratios:
         compared: How many these are.
         both_zero: Budgets where neither has any, which are left out.
         alone: Budgets that no policy of the group fits, which are left out.
+        over_fastest: The median where overheads are those over the fastest step of the
+            case, ours or a hand policy's: the step without remat may well be slower.
     """
 
     median: float | None
     compared: int
     both_zero: int
     alone: int
+    over_fastest: float | None
 
 
 @dataclass(frozen=True)
@@ -105,20 +108,41 @@ def _compare(result: Result, row: Row, group: str | None) -> str:
 
 
 def _ratios(pairs: Sequence[tuple[Result, Row]], group: str) -> Ratios:
-    found, both_zero, alone = [], 0, 0
-    for result, row in pairs:
-        hand = result.best(row, group)
-        assert row.ours is not None
-        if hand is None:
-            alone += 1
-            continue
-        ours, theirs = (max(0.0, result.overhead(s)) for s in (row.ours, hand))
-        if ours == theirs == 0:
-            both_zero += 1
-        else:
-            found.append(ours / theirs if theirs else math.inf)
-    median = statistics.median(found) if found else None
-    return Ratios(median, len(found), both_zero, alone)
+    steps = [(x, row.ours, x.best(row, group)) for x, row in pairs if row.ours]
+    fitting = [(result, ours, hand) for result, ours, hand in steps if hand]
+    plain = [
+        _ratio(ours, hand, result.plain.step_seconds) for result, ours, hand in fitting
+    ]
+    fastest = [
+        _ratio(ours, hand, fastest_seconds(result)) for result, ours, hand in fitting
+    ]
+    found = [ratio for ratio in plain if ratio is not None]
+    return Ratios(
+        median=_median(found),
+        compared=len(found),
+        both_zero=len(plain) - len(found),
+        alone=len(steps) - len(fitting),
+        over_fastest=_median([ratio for ratio in fastest if ratio is not None]),
+    )
+
+
+def _ratio(ours: Step, hand: Step, least_seconds: float) -> float | None:
+    """Return our overhead over a hand policy's; None where neither has any."""
+    one, other = (max(0.0, s.step_seconds - least_seconds) for s in (ours, hand))
+    if one == other == 0:
+        return None
+    return one / other if other else math.inf
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def fastest_seconds(result: Result) -> float:
+    """Return the seconds of the fastest step of a case, at any budget."""
+    steps = [row.ours for row in result.rows if row.ours is not None]
+    steps += [result.plain, *(s for own in result.hands.values() for s in own)]
+    return min(step.step_seconds for step in steps)
 
 
 def _errors(errors: Sequence[float | None]) -> tuple[float, float]:

@@ -15,6 +15,8 @@ _VALID = "Write an amount with its unit, as in `70GiB` (2**30 bytes) or `75GB` (
 def parse_bytes(amount: str | int, *, argument: str = "bytes") -> int:
     """Return an amount of bytes given as an int, or as text with its unit.
 
+    A fraction of a larger unit is rounded down to bytes.
+
     Args:
         amount: A positive whole number of bytes, or text such as `"70GiB"`, `"75 GB"`.
         argument: What to call it in the error.
@@ -44,7 +46,7 @@ def parse_bytes(amount: str | int, *, argument: str = "bytes") -> int:
     total = number * unit
     if total >= 2**63:
         raise ValueError(f"{given} is more than any memory. {_VALID}")
-    if total != int(total):
+    if unit == 1 and total != int(total) or total < 1:
         raise ValueError(f"{given} is not a whole number of bytes. {_VALID}")
     return int(total)
 

@@ -66,7 +66,7 @@ def test_a_decimal_amount_that_is_whole_is_read_exactly(unit):
         ("infGiB", "not positive and finite"),
         ("1e999GB", "more than any memory"),
         ("1.5B", "not a whole number of bytes"),
-        ("0.3KiB", "not a whole number of bytes"),
+        ("0.0001KiB", "not a whole number of bytes"),
         (0, "not positive and finite"),
         (-1, "not positive and finite"),
         (1.5, "not an amount of bytes"),

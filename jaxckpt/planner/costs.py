@@ -134,6 +134,7 @@ class _Reader:
             for v in eqn.outvars:
                 if not _jax.is_drop(v):
                     numbers[v] = len(numbers)
+        self._variables = list(numbers)
         seconds = self._seconds(varying)
         operations = tuple(
             Operation(
@@ -149,35 +150,68 @@ class _Reader:
         residuals = {self._of(v) for v in outputs if not isinstance(v, _jax.Literal)}
         read = frozenset(numbers[v] for v in residuals if v in numbers)
         sizes = tuple(_jax.nbytes(v.aval) for v in numbers)
-        indices = self._indices(numbers)
+        plain = StageCosts(sizes, operations, read)
+        stands_for = {n: self._named_end(plain, n, numbers) for n in numbers.values()}
+        indices = self._indices(numbers, stands_for)
         labels = {n: self.values.items[i].label for n, i in indices.items()}
-        least = _LEAST_SHARE * sum(sizes[v] for v in read)
+        least = _LEAST_SHARE * plain.bytes(read)
         fixed = frozenset(
             n for n, size in enumerate(sizes) if n not in labels or size < least
         )
-        stage = StageCosts(sizes, operations, read, fixed)
+        passes = self._passes(varying, numbers)
+        keeping = tuple(
+            self._memory_seconds(passes[stands_for[n]] * size)
+            for n, size in enumerate(sizes)
+        )
+        stage = StageCosts(sizes, operations, read, fixed, keeping)
         return LayerCosts(stage, indices, labels, sum(seconds))
 
-    def _indices(self, numbers: Mapping[Any, int]) -> dict[int, int]:
-        """Return which values a policy can keep; of equal labels only the first.
+    def _named_end(
+        self, stage: StageCosts, number: int, numbers: Mapping[Any, int]
+    ) -> int:
+        """Return the value that is kept in the place of one.
 
-        Complex values cannot be kept, nor those that only one run of an inner loop
-        makes.
+        Where a value is read only to make another one of it for nothing (a bias added,
+        a view, a name), the last of them that the program names is as good.
         """
+        named, current = number, number
+        while current not in stage.residuals:
+            readers = [o for o in stage.operations if current in o.reads]
+            if len(readers) != 1 or readers[0].seconds or len(readers[0].reads) > 1:
+                break
+            writes = readers[0].writes
+            if len(writes) != 1 or stage.sizes[writes[0]] != stage.sizes[number]:
+                break
+            current = writes[0]
+            index = self._index.get(self._variables[current])
+            if index is not None and self.values.name_of(index) is not None:
+                named = current
+        return named
+
+    def _indices(
+        self, numbers: Mapping[Any, int], stands_for: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Return which values a policy can keep, as numbers of the layer's values.
+
+        Not complex ones, nor those whose name several values carry.
+        """
+        carried: dict[str, set[int]] = {}
+        for i, value in enumerate(self.values.items):
+            if value.name is not None:
+                carried.setdefault(value.name, set()).add(self.values.root(i))
         found: dict[int, int] = {}
         taken: set[str] = set()
-        for variable, number in numbers.items():
-            index = self._index.get(variable)
+        for number in numbers.values():
+            index = self._index.get(self._variables[stands_for[number]])
             if index is None:
                 continue
             value = self.values.items[index]
-            unnamed = value.name is None and self.values.name_of(index) is None
-            complex_one = value.dtype.startswith("complex")
-            if (
-                value.label in taken
-                or complex_one
-                or (unnamed and "/" not in value.label)
-            ):
+            name = self.values.name_of(index)
+            if name is None and "/" not in value.label:
+                continue
+            if value.label in taken or value.dtype.startswith("complex"):
+                continue
+            if name is not None and len(carried.get(name, ())) > 1:
                 continue
             taken.add(value.label)
             found[number] = index
@@ -231,6 +265,30 @@ class _Reader:
             if is_heavy or through:
                 stored.update(self._reads(eqn))
         return stored
+
+    def _passes(
+        self, eqns: Sequence[Any], numbers: Mapping[Any, int]
+    ) -> dict[int, int]:
+        """Return how often the bytes of each value are moved if it is kept.
+
+        Seen in the traffic of compiled programs (Llama-3-1b, jax 0.10.2), where each
+        value was kept in turn: what a product makes is copied into the stack and read
+        from there (3); what elementwise work makes is written there at once (2), but
+        cut out of the stack again where a product reads it (5).
+        """
+        heavy = [_is_heavy(eqn) for eqn in eqns]
+        stored = self._stored(eqns, heavy)
+        found: dict[int, int] = {}
+        for eqn, is_heavy in zip(eqns, heavy, strict=True):
+            for v in eqn.outvars:
+                if v not in numbers:
+                    continue
+                of_source = [found.get(numbers.get(u, -1), 2) for u in self._reads(eqn)]
+                made = 3 if is_heavy else 2
+                if _is_view(eqn) and of_source:
+                    made = of_source[0]
+                found[numbers[v]] = 5 if made == 2 and v in stored else made
+        return found
 
     def _memory_seconds(self, traffic: int) -> float:
         rate = self.device.memory_bytes_per_second

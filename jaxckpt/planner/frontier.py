@@ -2,7 +2,7 @@
 
 With saved_v in {0, 1} for a value and again_o in [0, 1] for an operation:
 
-    minimise    sum_o seconds_o again_o
+    minimise    sum_o seconds_o again_o + sum_v keeping_v saved_v
     subject to  saved_v + again_maker(v) >= 1                for each residual v
                 saved_u + again_maker(u) >= again_o          for each u that o reads
                 sum_v bytes_v saved_v <= budget
@@ -37,7 +37,7 @@ class Point:
     Attributes:
         saved: The values that stay.
         bytes: Their bytes.
-        seconds: What runs again takes.
+        seconds: What runs again takes, and keeping the values.
     """
 
     saved: frozenset[int]
@@ -47,7 +47,7 @@ class Point:
 
 @functools.lru_cache(maxsize=256)
 def frontier(stage: StageCosts) -> tuple[Point, ...]:
-    """Return the frontier of a stage, from nothing saved to nothing run again.
+    """Return the frontier of a stage, from nothing saved to the fastest choice.
 
     Bytes rise and seconds fall from point to point. Where all sizes together are above
     2**20 bytes they are rounded up to a millionth of the sum, so that points closer
@@ -80,7 +80,9 @@ class _Problem:
         total = stage.bytes(self.kept)
         grain = max(1, math.ceil(total / _UNITS))
         self.units = np.array([math.ceil(stage.sizes[v] / grain) for v in self.kept])
-        seconds = np.array([stage.operations[o].seconds for o in self.operations])
+        keeping = [stage.keeping[v] if stage.keeping else 0.0 for v in self.kept]
+        again = [stage.operations[o].seconds for o in self.operations]
+        seconds = np.array([*keeping, *again])
         self.seconds = seconds / (seconds.max(initial=0.0) or 1.0)
         self._rules = self._constraints()
 
@@ -94,7 +96,7 @@ class _Problem:
         if not self.kept:
             return frozenset()
         size = np.concatenate([self.units, np.zeros(len(self.operations))])
-        speed = np.concatenate([np.zeros(len(self.kept)), self.seconds])
+        speed = self.seconds
         fits = LinearConstraint(size, -np.inf, budget)
         fastest = self._best(speed, [fits])
         within = speed @ fastest * (1 + _RELATIVE) + _RELATIVE
@@ -161,10 +163,12 @@ def worth_saving(stage: StageCosts) -> list[int]:
 
 
 def _is_view(stage: StageCosts, value: int) -> bool:
+    """Return whether a value costs nothing to have again from one that can be saved."""
     operation = stage.operations[stage.maker[value]]
     if operation.seconds or len(operation.writes) != 1 or len(operation.reads) > 1:
         return False
     return all(
-        stage.sizes[v] <= stage.sizes[value] and v not in stage.fixed
+        stage.sizes[v] <= stage.sizes[value]
+        and (v not in stage.fixed or _is_view(stage, v))
         for v in operation.reads
     )

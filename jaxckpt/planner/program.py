@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +87,7 @@ class _Reader:
     def __init__(self, chain: Chain, trained: int, device: Device) -> None:
         self.device = device
         self._known: dict[int, PlannedLayer] = {}
+        self._carried: dict[int, set[int]] = {}
         self._jaxprs: dict[Any, tuple[Any, set[Any], set[Any]]] = {}
         jaxpr = _jax.open_jaxpr(chain.closed)
         moving = {v for v in jaxpr.invars[:trained] if is_inexact_type(v.aval)}
@@ -94,10 +95,23 @@ class _Reader:
 
     def stack(self, stack: Stack) -> PlannedStack:
         """Return one stack with the costs of its layers."""
+        for stage in stack.stages:
+            carried = self._carried.setdefault(stage.kind, set())
+            carried.update(self._carried_inputs(stage))
         layers = [self._layer(stage) for stage in stack.stages]
         if stack.scanned:
             layers *= stack.num_layers
         return PlannedStack(stack.name, stack.scanned, tuple(layers))
+
+    def _carried_inputs(self, stage: Stage) -> Iterator[int]:
+        """Yield which inputs of a layer are no arguments of the program.
+
+        The first layer may read the batch itself where later ones of its kind read what
+        the layer before has made.
+        """
+        if not stage.scanned:
+            _, _, arguments = self._at(stage.place)
+            yield from (i for i, v in enumerate(stage.inputs) if v not in arguments)
 
     def _layer(self, stage: Stage) -> PlannedLayer:
         if stage.kind not in self._known:
@@ -107,7 +121,7 @@ class _Reader:
         return replace(known, costs=known.costs.named_as(stage.body))
 
     def _read(self, stage: Stage) -> PlannedLayer:
-        jaxpr, moving, arguments = self._at(stage.place)
+        jaxpr, moving, _ = self._at(stage.place)
         inside = _jax.open_jaxpr(stage.body).invars
         if stage.scanned:
             eqn = jaxpr.eqns[stage.start]
@@ -117,14 +131,21 @@ class _Reader:
             own = range(consts + carries, len(inside))
         else:
             outer = list(stage.inputs)
-            carry = [i for i, v in enumerate(outer) if v not in arguments]
+            carry = sorted(self._carried[stage.kind])
+            if not carry:  # a first layer unlike all others
+                carry = [i for i, v in enumerate(outer) if v not in moving]
             own = [i for i in range(len(outer)) if i not in carry]
-        trains = [_is_in(v, moving) for v in outer]
-        # What comes from the layer before has a gradient where any parameter has one.
+        moved = {v for o, v in zip(outer, inside, strict=True) if _is_in(o, moving)}
+        opened = _jax.open_jaxpr(stage.body)
+        if stage.scanned:
+            first = carry[0] if carry else 0
+            pairs = zip(opened.outvars, inside[first:], strict=False)
+            _follow_loop(opened, moved, list(pairs)[: len(carry)])
+        else:
+            # The first layer of a kind may read the batch, where later ones do not.
+            moved.update(inside[i] for i in carry)
         wrt = [
-            i
-            for i, v in enumerate(inside)
-            if is_inexact_type(v.aval) and (trains[i] or i in carry)
+            i for i, v in enumerate(inside) if is_inexact_type(v.aval) and v in moved
         ]
         shared = [i for i in range(len(inside)) if i not in carry]
         sizes = [_jax.nbytes(v.aval) for v in inside]
@@ -158,10 +179,27 @@ class _Reader:
         return self._jaxprs[key]
 
     def _enter(self, place: Any, jaxpr: Any, moving: set[Any]) -> None:
-        for eqn in jaxpr.eqns:
-            if any(_is_in(v, moving) for v in eqn.invars):
-                moving.update(v for v in eqn.outvars if is_inexact_type(v.aval))
+        _follow(jaxpr, moving)
         self._jaxprs[place] = jaxpr, moving, Program(jaxpr).arguments
+
+
+def _follow(jaxpr: Any, moving: set[Any]) -> None:
+    """Add the variables of a jaxpr that depend on what is trained."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "stop_gradient":
+            continue
+        if any(_is_in(v, moving) for v in eqn.invars):
+            moving.update(v for v in eqn.outvars if is_inexact_type(v.aval))
+
+
+def _follow_loop(body: Any, moving: set[Any], carried: Sequence[Any]) -> None:
+    """Do so for a loop's body: what moves at the end of a layer moves in the next."""
+    while True:
+        _follow(body, moving)
+        new = {v for o, v in carried if _is_in(o, moving)} - moving
+        if not new:
+            return
+        moving |= new
 
 
 def _is_in(atom: Any, variables: set[Any]) -> bool:

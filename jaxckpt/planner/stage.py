@@ -36,12 +36,15 @@ class StageCosts:
         operations: Each after those that make what it reads.
         residuals: The values that the backward pass reads.
         fixed: Values that cannot be kept (they have no name, say).
+        keeping: Seconds that keeping a value takes: to write it apart, and to read it
+            from there. Empty for none.
     """
 
     sizes: tuple[int, ...]
     operations: tuple[Operation, ...]
     residuals: frozenset[int]
     fixed: frozenset[int] = frozenset()
+    keeping: tuple[float, ...] = ()
 
     @cached_property
     def maker(self) -> dict[int, int]:
@@ -61,9 +64,11 @@ class StageCosts:
         return frozenset(again)
 
     def seconds(self, saved: Iterable[int]) -> float:
-        """Return what running again takes when these values are saved."""
+        """Return what running again takes, and keeping, when these values are saved."""
+        saved = sorted(saved)
         again = sorted(self.run_again(saved))
-        return math.fsum(self.operations[i].seconds for i in again)
+        kept = [self.keeping[v] for v in saved] if self.keeping else []
+        return math.fsum([*(self.operations[i].seconds for i in again), *kept])
 
     def bytes(self, saved: Iterable[int]) -> int:
         """Return the bytes of these values."""
