@@ -1,35 +1,56 @@
-"""`make demo`: train on real text, then compare policies on a GPU that is not here."""
+"""`make demo`: fit a step into a budget of an absent GPU, and train under a plan."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.policies import show_policies
-from jaxckpt.devices import get_device, use
+from jaxckpt.devices import Device, get_device, use
 from jaxckpt.loading import load_workload
-from jaxckpt.policy import parse_policy
+from jaxckpt.plan import Plan
+from jaxckpt.plan_file import PlanFile
+from jaxckpt.planner.fit import fit_workload
 from jaxckpt.report import train_table
+from jaxckpt.report.compare import status
+from jaxckpt.report.fit import fit_parts
 from jaxckpt.training import train
 
-TRAINED, STEPS, POLICY = "models/gpt.py:tiny", 100, "save(query_proj, mlpwi)"
-COMPARED, SETTINGS = "models/gpt.py:gpt2_xl", ["batch=4", "seq=1024"]
+FITTED, SETTINGS, BUDGET = "models/gpt.py:gpt2_xl", ["batch=4", "seq=1024"], "26GiB"
+TRAINED, STEPS, TRAINED_BUDGET = "models/gpt.py:tiny", 100, "60MiB"
 DEVICE = "h100-80gb"
 
 
 def main() -> None:
-    if not train_below_entropy():
+    chip = get_device(DEVICE)
+    show_fit(FITTED, SETTINGS, BUDGET, chip)
+    plan = show_fit(TRAINED, [], TRAINED_BUDGET, chip)
+    if not train_below_entropy(plan):
         sys.exit("The model has learned no more than how often each byte occurs.")
-    show_policies(COMPARED, SETTINGS, device=DEVICE)
 
 
-def train_below_entropy() -> bool:
-    """Train; return whether the model beats one that knows the bytes' frequencies."""
-    print(f"Training {TRAINED} for {STEPS} steps on Python's own library, {POLICY}")
+def show_fit(spec: str, settings: list[str], budget: str, device: Device) -> Plan:
+    """Fit a workload and print the plan."""
+    print(f"jaxckpt fit {' '.join([spec, *settings])}, {budget} on {device.name}")
+    with use(device):
+        workload = load_workload(spec, settings)
+    result = fit_workload(workload, budget=budget, device=device, progress=status())
+    for part in fit_parts(result, device):
+        Console().print(part, soft_wrap=True, highlight=False)
+    return result.plan
+
+
+def train_below_entropy(plan: Plan) -> bool:
+    """Train under a plan; say if the model beats one that knows bytes' frequencies."""
+    print(f"\nTraining {TRAINED} under it, {STEPS} steps on Python's own library")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        plan.save(path)
+        loaded = PlanFile(str(path), Plan.load(path))
     with use(get_device("attached")):
-        workload = load_workload(TRAINED, policy=parse_policy(POLICY))
-        result = train(workload, steps=STEPS)
+        result = train(loaded.ruled(load_workload(TRAINED)), steps=STEPS)
     Console().print(train_table(result))
     assert result.unigram_entropy is not None
     return result.validation_loss < result.unigram_entropy

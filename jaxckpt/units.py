@@ -46,7 +46,7 @@ def parse_bytes(amount: str | int, *, argument: str = "bytes") -> int:
     total = number * unit
     if total >= 2**63:
         raise ValueError(f"{given} is more than any memory. {_VALID}")
-    if unit == 1 and total != int(total) or total < 1:
+    if (unit == 1 and total != int(total)) or total < 1:
         raise ValueError(f"{given} is not a whole number of bytes. {_VALID}")
     return int(total)
 

@@ -141,14 +141,27 @@ def test_executor_refuses_options_in_one_line(options, message):
 
 
 TINY_GPT = Case("gpt", "models/gpt.py:tiny", "num_layers=2 seq=64", "h100-80gb")
+LAYERS = """
+import jax, jax.numpy as jnp, optax
+from jaxckpt import Workload
+
+def layers(*, policy=None, schedule=None):
+    def loss(weights, x, rng=None):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        return jnp.mean(x**2)
+
+    weights = jax.ShapeDtypeStruct((8, 256, 256), "float32")
+    x = jax.ShapeDtypeStruct((65536, 256), "float32")
+    return Workload("layers", loss, weights, x, optimizer=optax.sgd(0.1))
+"""
 
 
-def run_frontier(monkeypatch, path):
-    """Run the tiny GPT at two budgets; return its result as it stands in the file."""
+def run_frontier(monkeypatch, path, case=TINY_GPT):
+    """Run a case at two budgets; return its result as it stands in the file."""
     rules = tuple(Rule(p, optional=True) for p in ("none", "full", "maxtext:minimal"))
     options = "--case", "gpt-h100", "--budgets", "2", "--json", str(path), "--markdown"
     monkeypatch.setattr(sys, "argv", ["frontier", *options])
-    monkeypatch.setattr(frontier, "CASES", (TINY_GPT,))
+    monkeypatch.setattr(frontier, "CASES", (case,))
     monkeypatch.setattr(frontier_cases, "default_rules", lambda: rules)
     frontier.main()
     (found,) = json.loads(path.read_text())["cases"]
@@ -178,15 +191,16 @@ def test_frontier_plans_for_each_budget_and_writes_what_it_found(
 ):
     monkeypatch.setattr(Target, "compile", compile_as_predicted)
     monkeypatch.setattr(frontier_cases, "compare_policies", compare_half_second)
-    found = run_frontier(monkeypatch, tmp_path / "out.json")
+    (tmp_path / "layers.py").write_text(LAYERS)
+    case = Case("gpt", f"{tmp_path}/layers.py:layers", "", "h100-80gb")
+    found = run_frontier(monkeypatch, tmp_path / "out.json", case)
     least, most = found["rows"]
     assert most["budget_bytes"] == found["plain"]["peak_bytes"]
     assert least["ours"]["peak_bytes"] <= least["budget_bytes"] < most["budget_bytes"]
     assert least["ours"]["recompute_flops"] >= most["ours"]["recompute_flops"]
     # All policies take the same, so that a group has one of them.
     assert [step["label"] for step in found["hands"]["lse"]] == ["none"]
-    text = capsys.readouterr().out
-    assert "| gpt-h100 |  2 of 2 |" in text and "| gpt-h100 |  as they are |" in text
+    assert re.search(r"\| gpt-h100 +\| +2 of 2 \|", capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import helpers
@@ -18,9 +19,11 @@ from jaxckpt.planner.target import Target
 from models import gpt, llama
 
 H100 = get_device("h100-80gb")
-LAYERS, TOKENS, WIDTH, HIDDEN = 8, 2048, 128, 512
+# Wide enough that on an H100 products cost more than reading what they make.
+LAYERS, TOKENS, WIDTH, HIDDEN = 6, 4096, 1536, 2048
+SMALLER = {TOKENS: 32, WIDTH: 8, HIDDEN: 16}
 SGD = optax.sgd(0.1)
-aot = pytest.mark.aot
+aot, slow = pytest.mark.aot, pytest.mark.slow
 
 
 def abstract(*shape, dtype=jnp.float32):
@@ -43,7 +46,7 @@ def concrete(tree):
     return jax.tree.unflatten(structure, arrays)
 
 
-# --- Programs --------------------------------------------------------------------------
+# --- Programs -------------------------------------------------------------------------
 
 
 def mlp_layer(x, w):
@@ -115,7 +118,7 @@ def microbatches():
         return step
 
     def loss(params, x):
-        return scanned_loss(params, x.reshape(-1, WIDTH))
+        return scanned_loss(params, jnp.sin(x))
 
     batch = abstract(3, TOKENS, WIDTH)
     params = mlp_weights(LAYERS)
@@ -123,7 +126,7 @@ def microbatches():
 
 
 def with_aux():
-    """A loss with aux, a key, and token numbers through a frozen table of embeddings."""
+    """A loss with aux, a key, and tokens through a frozen table of embeddings."""
 
     def loss(params, batch, rng=None):
         table = jax.lax.stop_gradient(params["table"])
@@ -167,7 +170,12 @@ MODELS = {
     "gpt": lambda: gpt.tiny(num_layers=4, batch=4, seq=128),
     "llama": lambda: llama.tiny(num_layers=4, batch=4, seq=128),
 }
-each_program = pytest.mark.parametrize("name", PROGRAMS)
+# All budgets of two programs, and of the others one: the rest is slow.
+ALL_BUDGETS = [
+    name if name in ("scanned", "unrolled") else pytest.param(name, marks=[slow])
+    for name in (*PROGRAMS, *MODELS)
+]
+each_program = pytest.mark.parametrize("name", ALL_BUDGETS)
 
 
 class Fitted:
@@ -206,11 +214,11 @@ def answers(name):
     """Return budgets from the least to all that is needed, with their answers."""
     one = fitted(name)
     least, most = one.least, one.plain_bytes
-    budgets = [least, *(least + (most - least) * i // 4 for i in (1, 2, 3)), most]
+    budgets = [least, *(least + (most - least) * i // 3 for i in (1, 2)), most]
     return [(budget, one.within(budget)) for budget in budgets]
 
 
-# --- Bytes and seconds -----------------------------------------------------------------
+# --- Bytes and seconds ----------------------------------------------------------------
 
 
 @aot
@@ -227,7 +235,7 @@ def test_compiled_peak_is_within_each_budget(name):
 @each_program
 def test_more_bytes_never_give_a_slower_plan(name):
     seconds = [r.plan.predicted.step_seconds for _, r in answers(name)]
-    for slower, faster in zip(seconds, seconds[1:], strict=False):
+    for slower, faster in itertools.pairwise(seconds):
         assert faster <= slower * (1 + 2e-3)
     again = [r.plan.recompute_flops for _, r in answers(name)]
     assert again[0] > again[-1] == 0
@@ -236,7 +244,7 @@ def test_more_bytes_never_give_a_slower_plan(name):
 @aot
 @pytest.mark.parametrize("name", ["scanned", "unrolled"])
 def test_less_bytes_are_used_to_run_less_again(name):
-    """The budgets between are no full rematerialisation, and use what they are given."""
+    """The budgets between are not fully rematerialised, and use what is there."""
     (least, full), *between, (_, none) = answers(name)
     for budget, found in between:
         assert found.plan.recompute_flops < full.plan.recompute_flops
@@ -245,35 +253,27 @@ def test_less_bytes_are_used_to_run_less_again(name):
     assert none.plan.gap == 0.0
 
 
-@aot
-@pytest.mark.parametrize("name", MODELS)
-def test_model_fits_between_full_and_no_remat(name):
-    one = fitted(name)
-    budget = int(0.6 * one.plain_bytes)
-    found = one.within(budget)
-    assert found.plan.compiled.peak_bytes <= budget
-    again = jaxckpt.measure(
-        one.target.workload.loss_fn,
-        one.target.workload.params,
-        one.target.workload.batch,
-        optimizer=one.target.workload.optimizer,
-        device="h100-80gb",
-        plan=found.plan,
-    )
-    assert again.peak_bytes == found.plan.compiled.peak_bytes
-    assert again.recompute_flops == found.plan.recompute_flops
+@functools.cache
+def in_between(name):
+    """Return the answer for three fifths of what a program takes without remat."""
+    return fitted(name).within(int(0.6 * fitted(name).plain_bytes))
 
 
 @aot
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_models_at_budgets_from_the_least_to_all(name):
-    test_compiled_peak_is_within_each_budget(name)
-    test_more_bytes_never_give_a_slower_plan(name)
+@pytest.mark.parametrize("name", [*PROGRAMS, "gpt", pytest.param("llama", marks=slow)])
+def test_plan_takes_as_much_as_was_said(name):
+    plan, workload = in_between(name).plan, fitted(name).target.workload
+    assert plan.compiled.peak_bytes <= 0.6 * fitted(name).plain_bytes
+    if workload.optimizer is None:
+        return
+    args = workload.loss_fn, workload.params, workload.batch
+    found = jaxckpt.measure(*args, optimizer=workload.optimizer, device=H100, plan=plan)
+    assert found.peak_bytes == plan.compiled.peak_bytes
+    assert found.recompute_flops == plan.recompute_flops
 
 
 @aot
-@pytest.mark.parametrize("name", ["scanned", "unrolled", "two_stacks"])
+@each_program
 def test_gap_is_a_share_of_the_bound(name):
     for _, found in answers(name):
         verified = found.plan.verified
@@ -285,32 +285,40 @@ def test_gap_is_a_share_of_the_bound(name):
             )
 
 
-# --- Values ----------------------------------------------------------------------------
+# --- Values ---------------------------------------------------------------------------
+
+
+def smaller(tree):
+    """Return arrays of smaller sizes: plans name values, and do not depend on them."""
+
+    def one(x):
+        shape = [SMALLER.get(size, size) for size in x.shape]
+        return abstract(*shape, dtype=x.dtype)
+
+    return concrete(jax.tree.map(one, tree))
 
 
 @aot
-@each_program
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_plans_give_the_gradients_of_the_program(name):
     workload = fitted(name).target.workload
-    small = jax.tree.map(lambda x: x, workload.batch)
-    params, batch = concrete(workload.params), concrete(small)
-    rng = {"rng": jax.random.key(3)} if name == "with_aux" else {}
+    args = smaller(workload.params), smaller(workload.batch)
+    options = {"rng": jax.random.key(3)} if name == "with_aux" else {}
 
     def gradients(loss_fn):
-        has_aux = name == "with_aux"
-        of_loss = jax.value_and_grad(loss_fn, has_aux=has_aux)
-        return jax.jit(lambda params, batch: of_loss(params, batch, **rng))(
-            params, batch
-        )
+        of_loss = jax.value_and_grad(loss_fn, has_aux=name == "with_aux")
+        if name == "microbatches":
+            of_loss = workload.make_step(loss_fn)
+        return helpers.interpret(lambda *args: of_loss(*args, **options), *args)
 
+    plan = dataclasses.replace(in_between(name).plan, fingerprint=None)
+    assert plan.recompute_flops > 0 or name == "lora"
+    found = gradients(plan.apply(workload.loss_fn))
     expected = gradients(workload.loss_fn)
-    plans = {found.plan.rules: found.plan for _, found in answers(name)}
-    for plan in list(plans.values())[:3]:
-        found = gradients(plan.apply(workload.loss_fn))
-        chex.assert_trees_all_close(found, expected, rtol=2e-4, atol=1e-5)
+    chex.assert_trees_all_close(found, expected, rtol=2e-4, atol=1e-5)
 
 
-# --- Ends ------------------------------------------------------------------------------
+# --- Ends -----------------------------------------------------------------------------
 
 
 @aot
@@ -324,7 +332,7 @@ def test_program_without_remat_is_taken_where_it_fits():
 
 
 @aot
-@pytest.mark.parametrize("name", ["scanned", "unrolled", "two_stacks", "microbatches"])
+@each_program
 def test_least_budget_works_and_one_percent_less_does_not(name):
     """Hazard 15: the error carries the least budget, holders and remedies."""
     one = fitted(name)
@@ -373,33 +381,53 @@ def test_same_call_gives_the_same_plan(name):
     assert jaxckpt.Plan.from_json(plans[0].to_json()) == plans[0]
 
 
-# --- What is given ---------------------------------------------------------------------
+# --- What is given --------------------------------------------------------------------
+
+
+SMALL_ARGS = (
+    {"up": abstract(3, 64, 256), "down": abstract(3, 256, 64)},
+    abstract(512, 64),
+)
 
 
 @aot
 def test_concrete_parameters_are_left_as_they_are():
-    workload = scanned()
-    params, batch = concrete(workload.params), concrete(workload.batch)
+    params, batch = concrete(SMALL_ARGS)
     before = jax.tree.map(jnp.copy, params)
-    budget = (fitted("scanned").least + fitted("scanned").plain_bytes) // 2
-    give = functools.partial(jaxckpt.fit, budget=budget, optimizer=SGD, device=H100)
-    found = give(scanned_loss, params, batch)
-    assert found.rules == give(scanned_loss, workload.params, workload.batch).rules
+    give = functools.partial(
+        jaxckpt.fit, scanned_loss, budget="3MiB", optimizer=SGD, device=H100
+    )
+    found = give(params, batch)
+    assert found.rules == give(*SMALL_ARGS).rules
     chex.assert_trees_all_equal(params, before)
-    jax.grad(found.apply(scanned_loss))(params, batch)
+    assert found.compiled.peak_bytes <= 3 * 2**20
+
+
+@aot
+def test_auto_is_fit_then_apply():
+    params, batch = concrete(SMALL_ARGS)
+    loss = jaxckpt.auto(
+        scanned_loss, params, batch, budget="3MiB", optimizer=SGD, device=H100
+    )
+    found = jaxckpt.measure(loss, *SMALL_ARGS, optimizer=SGD, device=H100)
+    assert found.peak_bytes <= 3 * 2**20
+    chex.assert_trees_all_close(
+        jax.jit(jax.grad(loss))(params, batch),
+        jax.jit(jax.grad(scanned_loss))(params, batch),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 @aot
 def test_without_optimizer_loss_and_gradients_are_the_step():
-    fit = functools.partial(jaxckpt.fit, budget="100MiB", device=H100)
-    workload = scanned()
-    plain = fit(scanned_loss, workload.params, workload.batch)
-    adam = fit(
-        scanned_loss, workload.params, workload.batch, optimizer=optax.adam(1e-3)
+    fit = functools.partial(
+        jaxckpt.fit, scanned_loss, *SMALL_ARGS, budget="10MiB", device=H100
     )
-    weights = 4 * 2 * LAYERS * WIDTH * HIDDEN
+    plain, adam = fit(), fit(optimizer=optax.adam(1e-3))
+    weights = 4 * 3 * 2 * 64 * 256
     more = adam.compiled.peak_bytes - plain.compiled.peak_bytes
-    assert 0 < plain.compiled.peak_bytes and more >= weights
+    assert more >= weights
 
 
 @aot
@@ -463,21 +491,3 @@ def test_attached_cpu_is_a_device():
     assert found.plan.compiled.peak_bytes <= budget < one.plain_bytes
     assert found.plan.verified.device == "attached"
     assert found.as_json()["fits"] is True
-
-
-@aot
-def test_auto_is_fit_then_apply():
-    workload = scanned()
-    params, batch = concrete(workload.params), concrete(workload.batch)
-    budget = (fitted("scanned").least + fitted("scanned").plain_bytes) // 2
-    loss = jaxckpt.auto(
-        scanned_loss, params, batch, budget=budget, optimizer=SGD, device=H100
-    )
-    same = jaxckpt.measure(loss, params, batch, optimizer=SGD, device=H100)
-    assert same.peak_bytes <= budget
-    chex.assert_trees_all_close(
-        jax.jit(jax.grad(loss))(params, batch),
-        jax.jit(jax.grad(scanned_loss))(params, batch),
-        rtol=1e-4,
-        atol=1e-6,
-    )

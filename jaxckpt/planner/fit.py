@@ -245,6 +245,7 @@ class Fit:
         self.tried: list[Tried] = []
         self._search = search
         self._ratio = 1.0
+        self._failure: CompileError | None = None
 
     @property
     def search(self) -> Search:
@@ -259,11 +260,17 @@ class Fit:
 
         Raises:
             BudgetError: There is none.
+            CompileError: The compiler failed on all that were tried.
         """
         best = self.best()
         if best is None:
-            raise self._infeasible()
+            raise self._infeasible() if self.tried else self._compiler_error()
         return self.result(best, self.budget)
+
+    def _compiler_error(self) -> CompileError:
+        """Return the compiler's error, where it failed on every plan."""
+        assert self._failure is not None
+        return self._failure
 
     def best(self) -> Tried | None:
         """Return the fastest plan that fits, compiled; None where there is none."""
@@ -279,17 +286,11 @@ class Fit:
             self._smallest()
         return min(self._fitting(), key=self._order, default=None)
 
-    def compile_plain(self) -> Tried:
-        """Compile the step without remat.
-
-        Raises:
-            CompileError: The compiler failed.
-        """
+    def compile_plain(self) -> Tried | None:
+        """Compile the step without remat; None where the compiler fails on it."""
         plan = self.target.no_remat()
         peak = self.target.predict(plan).peak_bytes
-        tried = self.compile(Found(plan, peak, 0.0, 0))
-        assert tried is not None
-        return tried
+        return self.compile(Found(plan, peak, 0.0, 0))
 
     def result(self, best: Tried, budget_bytes: int) -> FitResult:
         """Return a plan that was compiled as the answer for a budget."""
@@ -376,9 +377,8 @@ class Fit:
         with self.progress(f"compiling for {self.target.device.name} ({number})"):
             try:
                 compiled = self.target.compile(found.plan)
-            except CompileError:
-                if not self.tried:
-                    raise
+            except CompileError as error:
+                self._failure = error
                 return None
         tried = Tried(found, predicted, compiled)
         self._ratio = compiled.peak_bytes / found.predicted_bytes

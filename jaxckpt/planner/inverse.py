@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxckpt.devices import Device
-from jaxckpt.errors import BudgetError, WorkloadError
+from jaxckpt.errors import BudgetError, CompileError, WorkloadError
 from jaxckpt.planner.budget import parse_budget
 from jaxckpt.planner.fit import Fit, FitResult, Progress, Tried, silent
 from jaxckpt.planner.search import Found, Search
@@ -53,13 +53,18 @@ def fit_overhead(
 
     Raises:
         BudgetError: `max_overhead` is no share.
+        CompileError: The step without remat does not compile.
     """
     share = parse_overhead(max_overhead)
     target = Target(workload, device)
     fit = Fit(target, 2**63 - 1, progress)
     plain = fit.compile_plain()
-    if plain.found.plan.rules:
-        _lower(fit, plain, share)
+    if plain is None:
+        raise CompileError(
+            "The step without remat does not compile, so that there is nothing to "
+            "compare with. Give a budget instead."
+        )
+    _lower(fit, plain, share)
     within = [t for t in fit.tried if _overhead(target, t, plain) <= share]
     best = min(within, key=lambda t: t.compiled.peak_bytes)
     return fit.result(best, best.compiled.peak_bytes)
