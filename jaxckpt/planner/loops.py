@@ -15,7 +15,7 @@ from jaxckpt.planner.runs import (
     Choice,
     Layers,
     best_runs,
-    knapsack_seconds,
+    least_seconds,
     peak_bytes,
 )
 from jaxckpt.schedule import Schedule, tree
@@ -112,6 +112,7 @@ class LoopSolver:
                 tuple(offer.choice for offer in offers),
                 block[0].gradient_bytes,
                 min(2, len(block)),
+                len(block) * block[0].joining_seconds,
             )
             for (_, block), offers in zip(self._blocks, self._offers, strict=True)
         ]
@@ -148,7 +149,7 @@ class LoopSolver:
         least = min(2, last.count)
         work = min(c.work_bytes for c in last.choices) + least * last.gradient_bytes
         free = free_bytes - max(self._head, work)
-        return knapsack_seconds(self._layers, free, free_bytes)
+        return least_seconds(self._layers, free, free_bytes)
 
 
 def _blocks(stack: PlannedStack) -> list[list[PlannedLayer]]:

@@ -31,6 +31,7 @@ class PlannedLayer:
         costs: What it can keep, and what that saves.
         input_bytes: Of what it gets from the layer before.
         gradient_bytes: Of its parameters that are trained.
+        joining_seconds: To copy them once, as is done where a stack has several runs.
         body: Its closed jaxpr.
         num_consts: Of a loop: how many inputs all layers share.
         num_carry: Of a loop: how many inputs come from the layer before.
@@ -41,6 +42,7 @@ class PlannedLayer:
     costs: LayerCosts
     input_bytes: int
     gradient_bytes: int
+    joining_seconds: float
     body: Any
     num_consts: int
     num_carry: int
@@ -149,11 +151,13 @@ class _Reader:
         ]
         shared = [i for i in range(len(inside)) if i not in carry]
         sizes = [_jax.nbytes(v.aval) for v in inside]
+        gradients = sum(sizes[i] for i in own if i in wrt)
         return PlannedLayer(
             stage.kind,
             layer_costs(stage.body, wrt, shared, self.device),
             sum(sizes[i] for i in carry),
-            sum(sizes[i] for i in own if i in wrt),
+            gradients,
+            _copy_seconds(gradients, self.device),
             stage.body,
             len(inside) - len(own) - len(carry),
             len(carry),
@@ -181,6 +185,11 @@ class _Reader:
     def _enter(self, place: Any, jaxpr: Any, moving: set[Any]) -> None:
         _follow(jaxpr, moving)
         self._jaxprs[place] = jaxpr, moving, Program(jaxpr).arguments
+
+
+def _copy_seconds(size: int, device: Device) -> float:
+    rate = device.memory_bytes_per_second
+    return 2 * size / (rate * device.efficiency) if rate else 0.0
 
 
 def _follow(jaxpr: Any, moving: set[Any]) -> None:

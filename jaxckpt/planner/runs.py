@@ -14,6 +14,7 @@ for HiGHS (`scipy.optimize.milp`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +57,14 @@ class Layers:
         choices: What can become of them.
         gradient_bytes: Of the parameters of one layer.
         runs: Among how many runs they are shared at most, where stacks are several.
+        joining_seconds: What it takes to join the gradients of several runs.
     """
 
     count: int
     choices: tuple[Choice, ...]
     gradient_bytes: int = 0
     runs: int = 2
+    joining_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,12 @@ def best_runs(
     if found is None:
         return None
     runs = tuple(Taken(choice, parts) for choice, parts in found)
-    seconds = sum(layers.choices[t.choice].seconds * t.parts for t in runs)
-    return RunsAnswer((runs,), seconds)
+    return RunsAnswer((runs,), _seconds(layers, runs))
+
+
+def _seconds(layers: Layers, runs: Sequence[Taken]) -> float:
+    joining = layers.joining_seconds if len(runs) > 1 else 0.0
+    return joining + sum(layers.choices[t.choice].seconds * t.parts for t in runs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -138,13 +145,15 @@ def _table(layers: Layers) -> Table:
         np.array([c.work_bytes for c in layers.choices]),
         np.array([c.layers for c in layers.choices]),
         layers.gradient_bytes,
+        layers.joining_seconds,
     )
 
 
-def knapsack_seconds(
-    stacks: Sequence[Layers], kept_bytes: int, free_bytes: int
-) -> float:
-    """Return the least seconds in which stacks keep so much at most, or a bound on it.
+def least_seconds(stacks: Sequence[Layers], kept_bytes: int, free_bytes: int) -> float:
+    """Return a bound on the seconds in which stacks keep so much at most.
+
+    Either each stack is one run, of a choice that all its layers take, or gradients are
+    joined: then it is a knapsack of layers, solved by HiGHS or bounded.
 
     Choices that do not fit alone are left out. A choice is taken twice at least, as in
     runs.
@@ -154,6 +163,21 @@ def knapsack_seconds(
         kept_bytes: The most that all layers keep together.
         free_bytes: For one choice alone, with its work.
     """
+    joining = min(layers.joining_seconds for layers in stacks)
+    several = joining + _knapsack(stacks, kept_bytes, free_bytes)
+    if len(stacks) > 1:
+        return several - joining
+    (layers,) = stacks
+    alone = (
+        parts * choice.seconds
+        for choice in layers.choices
+        if (parts := layers.count // choice.layers) * choice.layers == layers.count
+        and parts * choice.bytes <= kept_bytes
+    )
+    return min(several, *alone, math.inf)
+
+
+def _knapsack(stacks: Sequence[Layers], kept_bytes: int, free_bytes: int) -> float:
     pairs = [
         (choice, number)
         for number, layers in enumerate(stacks)
@@ -228,8 +252,9 @@ class _Problem:
         self._phases()
         seconds = np.array([self._choice(i).seconds for i in range(self.count)])
         longest = seconds.max(initial=0.0) or 1.0
-        # Of equal answers the one in fewer runs; and light before heavy.
-        cost = np.concatenate([seconds / longest, np.full(self.count, 1e-6)])
+        # A run more joins gradients once more; of equal answers the one in fewer runs.
+        runs = np.array([self._layers(i).joining_seconds for i in range(self.count)])
+        cost = np.concatenate([seconds, runs + 1e-6 * longest]) / longest
         most = [self._most(i) for i in range(self.count)]
         found = milp(
             cost,
@@ -240,16 +265,17 @@ class _Problem:
         )
         if found.x is None:
             return None
-        return self._answer(found.x, seconds)
+        return self._answer(found.x)
 
-    def _answer(self, columns: np.ndarray, seconds: np.ndarray) -> RunsAnswer:
+    def _answer(self, columns: np.ndarray) -> RunsAnswer:
         parts = columns[: self.count].round().astype(int)
         runs: list[list[Taken]] = [[] for _ in self.stacks]
         for i, n in enumerate(parts):
             if n:
                 slot, choice = self.columns[i]
                 runs[self.slots[slot][0]].append(Taken(choice, int(n)))
-        total = float(seconds @ parts)
+        pairs = zip(self.stacks, runs, strict=True)
+        total = sum(_seconds(layers, taken) for layers, taken in pairs)
         return RunsAnswer(tuple(map(tuple, runs)), total)
 
     def _most(self, column: int) -> int:

@@ -28,6 +28,7 @@ class Table:
         work: What its second run and backward pass hold.
         layers: How many layers a part is.
         gradient: Bytes of one layer's gradients.
+        joining: Seconds that more than one run takes besides.
     """
 
     count: int
@@ -36,6 +37,7 @@ class Table:
     work: np.ndarray
     layers: np.ndarray
     gradient: int
+    joining: float = 0.0
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, ...]:
@@ -105,7 +107,7 @@ class Table:
         seconds = n_first * self.seconds[:, None, None]
         cost = seconds + n_second * self.seconds[None, :, None] + cost_last
         runs = (n_first > 0) + (n_second > 0) + int(parts > 0)
-        cost = cost * (1 + _RUN_PENALTY * runs)
+        cost = cost * (1 + _RUN_PENALTY * runs) + self.joining * (runs > 1)
         first = n_first * self.bytes[:, None, None]
         kept = first + n_second * self.bytes[None, :, None]
         gradients = self.count * self.gradient
