@@ -272,7 +272,7 @@ def test_budgets_between_are_used(name):
 @functools.cache
 def in_between(name):
     """Return the answer for a part of what a program takes without remat."""
-    share = 0.8 if name == "unrolled" else 0.6
+    share = 0.8 if name in ("unrolled", "microbatches") else 0.6
     return fitted(name).within(int(share * fitted(name).plain_bytes))
 
 

@@ -106,7 +106,7 @@ class Table:
         allowed &= (n_second == 0) | (n_second >= least[None, :, None])
         seconds = n_first * self.seconds[:, None, None]
         cost = seconds + n_second * self.seconds[None, :, None] + cost_last
-        runs = (n_first > 0) + (n_second > 0) + int(parts > 0)
+        runs = (n_first > 0).astype(int) + (n_second > 0) + (parts > 0)
         cost = cost * (1 + _RUN_PENALTY * runs) + self.joining * (runs > 1)
         first = n_first * self.bytes[:, None, None]
         kept = first + n_second * self.bytes[None, :, None]
