@@ -48,6 +48,8 @@ _MARGIN = 0.003
 """By this share of the budget plans stay below it, by their corrected predictions."""
 _EXACT = 0.01
 """Predictions with a larger error are corrected and tried again."""
+_FASTER = 0.03
+"""A plan is tried without loops where its step is predicted to be so much faster."""
 _STEP = 0.01
 """By this share the least feasible budget is lowered until there is no plan."""
 _WORTH = 0.002
@@ -284,6 +286,7 @@ class Fit:
             self._descend()
         if not self._fitting():
             self._smallest()
+        self._other_forms()
         return min(self._fitting(), key=self._order, default=None)
 
     def compile_plain(self) -> Tried | None:
@@ -335,8 +338,6 @@ class Fit:
                 return
             if tried.compiled.peak_bytes > self.budget:
                 margin *= 2
-            elif tried.error <= _EXACT and self._is_full(tried):
-                return
 
     def _corrected(self, found: Found) -> bool:
         """Set the prediction of a plan right that was compiled already."""
@@ -349,9 +350,6 @@ class Fit:
                 return True
         return False
 
-    def _is_full(self, tried: Tried) -> bool:
-        return tried.compiled.peak_bytes >= self.budget * (1 - 3 * _MARGIN)
-
     def _pays(self, found: Found, best: Tried) -> bool:
         """Return whether another plan is worth compiling after the best so far."""
         step = best.compiled.step_seconds
@@ -360,6 +358,24 @@ class Fit:
         return best.found.seconds - found.seconds > _WORTH * step or (
             best.error > _EXACT
         )
+
+    def _other_forms(self) -> None:
+        """Compile the best plan without loops, where it fits and is faster by far.
+
+        Loops write what is kept into stacks and read it from there.
+        """
+        best = min(self._fitting(), key=self._order, default=None)
+        if best is None or best.found.plan.form is not None:
+            return
+        for plan in self.search.without_loops(best.found.plan):
+            there = self.target.predict(best.found.plan).step_seconds
+            other = self.target.predict(plan)
+            if there is None or other.step_seconds is None:
+                return
+            fits = other.peak_bytes * (1 + _MARGIN) <= self.budget
+            if fits and other.step_seconds < (1 - _FASTER) * there:
+                found = best.found
+                self.compile(Found(plan, other.peak_bytes, found.seconds, found.offset))
 
     def _smallest(self) -> None:
         """Compile the smallest plans until one fits."""

@@ -123,14 +123,20 @@ class Search:
         full_ones = [self._full]
         if any(stack.scanned for stack in self.stacks):
             full_ones.append(self.target.uniform(full(), "scan"))
-            if sum(len(stack.layers) for stack in self.stacks) <= _MOST_UNROLLED:
-                full_ones.append(self.target.uniform(full(), "unrolled"))
+            full_ones += self.without_loops(self._full)
         peaks = [self.target.predict(plan).peak_bytes for plan in full_ones]
         pairs = zip(full_ones, peaks, strict=True)
         ones = [Found(plan, peak, math.inf, 0) for plan, peak in pairs]
         order = sorted([*found.values(), *ones], key=lambda f: f.predicted_bytes)
         limit = _FAR * order[0].predicted_bytes
         return [f for f in order if f.predicted_bytes <= limit][:_MOST_SMALLEST]
+
+    def without_loops(self, plan: Plan) -> list[Plan]:
+        """Return plans for the same stacks without loops, where they are not deep."""
+        scanned = any(stack.scanned for stack in self.stacks)
+        if not scanned or sum(len(s.layers) for s in self.stacks) > _MOST_UNROLLED:
+            return []
+        return [self.target.plan(plan.rules, "unrolled")]
 
     def least(self) -> Found:
         """Return the plan of the fewest bytes by the planner's model."""
