@@ -164,6 +164,8 @@ def run(given: argparse.Namespace) -> list[Result]:
         result = None
         for result in measure_case(case, given.budgets, status()):
             _write_json([*results, result], given.json)
+            done = f"{case.name}: {len(result.rows)} of {given.budgets} budgets"
+            print(done, file=sys.stderr, flush=True)
         assert result is not None
         results.append(result)
         _console().print(budget_table(result, markdown=given.markdown), "")

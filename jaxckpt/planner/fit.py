@@ -293,10 +293,16 @@ class Fit:
         """Compile the step without remat; None where the compiler fails on it."""
         plan = self.target.no_remat()
         peak = self.target.predict(plan).peak_bytes
-        return self.compile(Found(plan, peak, 0.0, 0))
+        tried = self.compile(Found(plan, peak, 0.0, 0))
+        self._ratio = 1.0  # another form: it says nothing of plans
+        return tried
 
     def result(self, best: Tried, budget_bytes: int) -> FitResult:
         """Return a plan that was compiled as the answer for a budget."""
+        if best is not self.tried[-1] and best.found.seconds > 0.0:
+            # The prediction as the plans compiled since have set it right.
+            predicted = round(best.found.predicted_bytes * self._ratio)
+            best = dataclasses.replace(best, predicted_bytes=predicted)
         verified = self._verified(best, budget_bytes)
         plan = dataclasses.replace(best.found.plan, verified=verified)
         return FitResult(plan, self.target.form(plan), tuple(self.tried))
