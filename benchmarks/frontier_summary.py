@@ -140,9 +140,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 def fastest_seconds(result: Result) -> float:
     """Return the seconds of the fastest step of a case, at any budget."""
-    steps = [row.ours for row in result.rows if row.ours is not None]
-    steps += [result.plain, *(s for own in result.hands.values() for s in own)]
-    return min(step.step_seconds for step in steps)
+    return min(step.step_seconds for step in {result.plain, *_steps(result)})
 
 
 def _errors(errors: Sequence[float | None]) -> tuple[float, float]:
@@ -151,9 +149,13 @@ def _errors(errors: Sequence[float | None]) -> tuple[float, float]:
 
 
 def _negative(result: Result) -> int:
-    ours = [row.ours for row in result.rows if row.ours is not None]
-    hands = [step for steps in result.hands.values() for step in steps]
-    return sum(result.overhead(step) < 0 for step in {*ours, *hands})
+    return sum(result.overhead(step) < 0 for step in _steps(result))
+
+
+def _steps(result: Result) -> set[Step]:
+    """Return all steps of a case, ours and hand policies'."""
+    ours = {row.ours for row in result.rows if row.ours is not None}
+    return ours | {step for steps in result.hands.values() for step in steps}
 
 
 def exceptions(result: Result) -> Iterator[str]:
@@ -163,9 +165,7 @@ def exceptions(result: Result) -> Iterator[str]:
     made = [row for row in result.rows if row.ours is not None]
     for one, other in itertools.pairwise(made):
         yield from _rises(result, one, other)
-    for step in {s for steps in result.hands.values() for s in steps}:
-        if result.overhead(step) < 0:
-            yield f"{result.case.name}: `{step.label}` {_below(result, step)}"
+    yield from _below(result)
 
 
 def _of_row(result: Result, row: Row) -> Iterator[str]:
@@ -188,8 +188,6 @@ def _of_row(result: Result, row: Row) -> Iterator[str]:
         yield "there is no gap" if row.gap is None else f"the gap is {row.gap:.1%}"
     if row.compiles > 5:
         yield f"{row.compiles} compiles"
-    if result.overhead(ours) < 0:
-        yield f"ours {_below(result, ours)}"
 
 
 def _rises(result: Result, one: Row, other: Row) -> Iterator[str]:
@@ -207,9 +205,17 @@ def _rises(result: Result, one: Row, other: Row) -> Iterator[str]:
         )
 
 
-def _below(result: Result, step: Step) -> str:
-    share = -result.overhead(step) / result.plain.step_seconds
-    return f"is faster by {share:.3%} than the step without remat"
+def _below(result: Result) -> Iterator[str]:
+    """Yield how many steps are faster than the one without remat, if any."""
+    count, steps = _negative(result), _steps(result)
+    if not count:
+        return
+    fastest = min(steps, key=lambda step: step.step_seconds)
+    share = -result.overhead(fastest) / result.plain.step_seconds
+    yield (
+        f"{result.case.name}: {count} of {len(steps)} steps are faster than the one "
+        f"without remat, `{fastest.label}` by {share:.1%}; such overheads count as none"
+    )
 
 
 def _at(result: Result, row: Row) -> str:

@@ -253,7 +253,6 @@ def test_more_bytes_never_run_more_again(name):
 
 
 @aot
-@pytest.mark.xfail(strict=True, reason="unrolled loops are tried for least bytes only")
 def test_more_bytes_never_give_a_slower_step():
     steps = [found.plan.compiled.step_seconds for _, found in answers("scanned")]
     for slower, faster in itertools.pairwise(steps):
@@ -261,9 +260,8 @@ def test_more_bytes_never_give_a_slower_step():
 
 
 @aot
-@pytest.mark.parametrize("name", ["scanned", "unrolled"])
-def test_budgets_between_are_used(name):
-    (_, full), *between, _ = answers(name)
+def test_budgets_between_are_used():
+    (_, full), *between, _ = answers("unrolled")
     for budget, found in between:
         assert found.plan.recompute_flops < full.plan.recompute_flops
         assert found.plan.compiled.peak_bytes > 0.9 * budget

@@ -152,7 +152,7 @@ def test_argument_shapes_tell_batches_and_parameters_apart():
 
 # --- What is refused -----------------------------------------------------------------
 
-DROP = object()
+DROP = "(not there)"
 
 
 def edited(path, value):
