@@ -31,7 +31,7 @@ def save_frontiers(results: Sequence[Result], path: Path) -> None:
     columns = min(2, len(results))
     rows = math.ceil(len(results) / columns)
     size = (columns * _PANEL[0], rows * _PANEL[1])
-    figure = Figure(figsize=size, dpi=plots._DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=size, dpi=plots.DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, result in zip(panels, results, strict=False):
@@ -40,7 +40,7 @@ def save_frontiers(results: Sequence[Result], path: Path) -> None:
         axes.set_visible(False)
     figure.canvas.draw()
     for axes, result in zip(panels, results, strict=False):
-        plots._draw_labels(axes, _labels(axes, result), _ours(result))
+        plots.draw_labels(axes, _labels(axes, result), _ours(result))
     figure.savefig(path)
 
 
@@ -49,7 +49,8 @@ def _draw(axes: Any, result: Result) -> None:
 
     case = result.case
     line = _ours(result)
-    axes.plot(*zip(*line, strict=True), "o-", color="C0", label="ours", zorder=4)
+    # Dotted: between these budgets nothing was planned.
+    axes.plot(*zip(*line, strict=True), "o:", color="C0", label="ours", zorder=4)
     looks = zip(result.hands.items(), _COLORS, _MARKERS, strict=True)
     for number, ((group, steps), color, marker) in enumerate(looks):
         points = [_point(result, step) for step in steps]
@@ -70,7 +71,7 @@ def _draw(axes: Any, result: Result) -> None:
     axes.grid(alpha=0.25)
     axes.margins(0.12)
     axes.set_xlim(*axes.get_xlim())  # ticks beyond do not widen it
-    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    axes.legend(loc="best", frameon=False, fontsize=8)
 
 
 def _ours(result: Result) -> list[plots.Point]:

@@ -163,7 +163,8 @@ class _Reader:
             self._memory_seconds(passes[stands_for[n]] * size)
             for n, size in enumerate(sizes)
         )
-        stage = StageCosts(sizes, operations, read, fixed, keeping)
+        together = _of_one_name(labels)
+        stage = StageCosts(sizes, operations, read, fixed, keeping, together)
         return LayerCosts(stage, indices, labels, sum(seconds))
 
     def _named_end(
@@ -193,27 +194,20 @@ class _Reader:
     ) -> dict[int, int]:
         """Return which values a policy can keep, as numbers of the layer's values.
 
-        Not complex ones, nor those whose name several values carry.
+        Not complex ones, nor those without a name or a label with a path.
         """
-        carried: dict[str, set[int]] = {}
-        for i, value in enumerate(self.values.items):
-            if value.name is not None:
-                carried.setdefault(value.name, set()).add(self.values.root(i))
         found: dict[int, int] = {}
-        taken: set[str] = set()
+        taken: set[tuple[str, int]] = set()
         for number in numbers.values():
             index = self._index.get(self._variables[stands_for[number]])
             if index is None:
                 continue
             value = self.values.items[index]
-            name = self.values.name_of(index)
-            if name is None and "/" not in value.label:
+            unnamed = self.values.name_of(index) is None and "/" not in value.label
+            same = value.label, self.values.root(index)
+            if unnamed or same in taken or value.dtype.startswith("complex"):
                 continue
-            if value.label in taken or value.dtype.startswith("complex"):
-                continue
-            if name is not None and len(carried.get(name, ())) > 1:
-                continue
-            taken.add(value.label)
+            taken.add(same)
             found[number] = index
         return found
 
@@ -301,6 +295,14 @@ class _Reader:
         program = lower(_jax.cut_jaxpr(self.jaxpr, [eqn], inputs, outputs), self.chip)
         fuse(program, self.chip)
         return roofline_seconds(program, self.device) or 0.0
+
+
+def _of_one_name(labels: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
+    """Return the values that a policy can only keep together."""
+    groups: dict[str, list[int]] = {}
+    for number, label in labels.items():
+        groups.setdefault(label, []).append(number)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
 def _is_heavy(eqn: Any) -> bool:

@@ -5,6 +5,7 @@ With saved_v in {0, 1} for a value and again_o in [0, 1] for an operation:
     minimise    sum_o seconds_o again_o + sum_v keeping_v saved_v
     subject to  saved_v + again_maker(v) >= 1                for each residual v
                 saved_u + again_maker(u) >= again_o          for each u that o reads
+                saved_u = saved_v                            for u, v of one name
                 sum_v bytes_v saved_v <= budget
 
 With binary saved_v the least again_o are 0 or 1 by themselves. The budget walks down
@@ -141,6 +142,12 @@ class _Problem:
         for number in self.operations:
             for value in self.stage.operations[number].reads:
                 add(value, number)
+        for group in self.stage.together:
+            members = [columns[v] for v in group if v in columns]
+            for one, other in zip(members, members[1:] + members[:1], strict=True):
+                if one != other:
+                    entries += [(len(bounds), one, 1.0), (len(bounds), other, -1.0)]
+                    bounds.append(0.0)
         if not bounds:
             return []
         rows, cols, numbers = map(np.array, zip(*entries, strict=True))

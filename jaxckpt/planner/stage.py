@@ -38,6 +38,7 @@ class StageCosts:
         fixed: Values that cannot be kept (they have no name, say).
         keeping: Seconds that keeping a value takes: to write it apart, and to read it
             from there. Empty for none.
+        together: Values that can only be kept all or none, such as those of one name.
     """
 
     sizes: tuple[int, ...]
@@ -45,6 +46,7 @@ class StageCosts:
     residuals: frozenset[int]
     fixed: frozenset[int] = frozenset()
     keeping: tuple[float, ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def maker(self) -> dict[int, int]:

@@ -17,7 +17,7 @@ from jaxckpt.report.tables import on_pareto_front, rule_texts
 
 SUFFIXES = (".pdf", ".png", ".svg")
 _SIZE = (9.0, 6.0)  # inches
-_DOTS_PER_INCH = 150
+DOTS_PER_INCH = 150
 _LONGEST_LABEL = 48  # characters
 
 _NEAR = 7.0  # points between a marker and its label, at the least
@@ -75,7 +75,7 @@ def plot_comparison(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE, dpi=_DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=_SIZE, dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     points = _points(rows)
@@ -90,7 +90,7 @@ def plot_comparison(
     axes.margins(0.12)
     axes.legend(loc="upper right", frameon=False, fontsize=8)
     figure.canvas.draw()
-    _draw_labels(axes, points, front)
+    draw_labels(axes, points, front)
     figure.savefig(path)
 
 
@@ -133,7 +133,7 @@ def _draw_memory(axes: Any, device: Device, peaks: Sequence[float]) -> None:
         axes.axvline(memory, color="C3", linestyle="--", linewidth=1, label=label)
 
 
-def _draw_labels(
+def draw_labels(
     axes: Any, points: Mapping[Point, Sequence[str]], front: Sequence[Point]
 ) -> None:
     """Put a label to each point, near it and clear of all else where there is room."""
@@ -158,7 +158,7 @@ def _draw_labels(
 
 def _place(centre: np.ndarray, offset: Point, size: np.ndarray) -> np.ndarray:
     """Return the box (x0, y0, x1, y1) of a label beside a marker, in pixels."""
-    pixels = np.array(offset) * _DOTS_PER_INCH / 72  # from points
+    pixels = np.array(offset) * DOTS_PER_INCH / 72  # from points
     corner = centre + pixels - size * (1 - np.sign(offset)) / 2
     return np.concatenate([corner, corner + size])
 
@@ -229,7 +229,7 @@ def save_scatter(points: Sequence[tuple[str, float, float]], path: Path) -> None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE, dpi=_DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=_SIZE, dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     gib = 2.0**30
