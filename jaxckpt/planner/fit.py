@@ -44,7 +44,7 @@ COST_MODEL = "roofline-1"
 MOST_COMPILES = 5
 _HOPEFUL = 1.15
 """The program without remat is compiled where it is predicted to fit so much more."""
-_MARGIN = 0.003
+_MARGIN = 0.0015
 """By this share of the budget plans stay below it, by their corrected predictions."""
 _EXACT = 0.01
 """Predictions with a larger error are corrected and tried again."""
