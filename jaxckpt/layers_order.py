@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxckpt import _jax
+from jaxckpt.graph.stages.program import variables
 from jaxckpt.matmul import find_matmul
 
 _THROUGH = frozenset(
@@ -41,16 +42,19 @@ def _in_turn(jaxpr: Any, is_gradient: Sequence[bool], is_cotangent: Any) -> Any:
     eqns = list(jaxpr.eqns)
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     chosen = (v for v, g in zip(jaxpr.outvars, is_gradient, strict=True) if g)
-    sources = {_source(v, maker, eqns) for v in _variables(chosen)} & maker.keys()
+    sources = {_source(v, maker, eqns) for v in variables(chosen)} & maker.keys()
     made = {maker[v] for v in sources}
-    backward = _depending_on(eqns, jaxpr.invars, is_cotangent)
+    cotangents = [v for v, c in zip(jaxpr.invars, is_cotangent, strict=True) if c]
+    backward = depending_on(jaxpr, cotangents)
     for number in made:
         eqn = eqns[number]
         called = _called(eqn)
         if called is not None:
             key, inner = called
             flags = [v in sources for v in eqn.outvars]
-            given = [not _is_literal(v) and v in backward for v in eqn.invars]
+            given = [
+                not isinstance(v, _jax.Literal) and v in backward for v in eqn.invars
+            ]
             changed = _in_turn(_jax.open_jaxpr(inner), flags, given)
             changed = {key: _jax.with_jaxpr(inner, changed)}
             eqns[number] = _jax.replace_inner(eqn, changed)
@@ -58,11 +62,11 @@ def _in_turn(jaxpr: Any, is_gradient: Sequence[bool], is_cotangent: Any) -> Any:
     return _tied(jaxpr.replace(eqns=eqns), products, backward)
 
 
-def _depending_on(eqns: Sequence[Any], inputs: Any, chosen: Any) -> set[Any]:
-    """Return the variables that are made from chosen inputs."""
-    found = {v for v, c in zip(inputs, chosen, strict=True) if c}
-    for eqn in eqns:
-        if not found.isdisjoint(_variables(eqn.invars)):
+def depending_on(jaxpr: Any, inputs: Iterable[Any]) -> set[Any]:
+    """Return the variables of a jaxpr that are worked out from some of its inputs."""
+    found = set(inputs)
+    for eqn in jaxpr.eqns:
+        if not found.isdisjoint(variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
 
@@ -71,7 +75,7 @@ def _source(variable: Any, maker: Mapping[Any, int], eqns: Sequence[Any]) -> Any
     """Follow a gradient back to the product or the call that makes it."""
     while variable in maker:
         eqn = eqns[maker[variable]]
-        read = _variables(eqn.invars)
+        read = variables(eqn.invars)
         if eqn.primitive.name not in _THROUGH or len(read) != 1:
             break
         variable = read[0]
@@ -93,9 +97,9 @@ def _tied(jaxpr: Any, gradients: Collection[int], backward: Collection[Any]) -> 
     renamed: dict[Any, Any] = {}
     barriers = []
     for one in sorted(gradients):
-        cotangents = {v for v in _variables(eqns[one].invars) if v in backward}
+        cotangents = {v for v in variables(eqns[one].invars) if v in backward}
         for other in products:
-            apart = cotangents.isdisjoint(_variables(eqns[other].invars))
+            apart = cotangents.isdisjoint(variables(eqns[other].invars))
             linked = other in behind[one] or one in behind[other]
             pair = [eqns[other].outvars[0], eqns[one].outvars[0]]
             if (
@@ -116,7 +120,7 @@ def _tied(jaxpr: Any, gradients: Collection[int], backward: Collection[Any]) -> 
         return jaxpr
 
     def current(atom: Any) -> Any:
-        return atom if _is_literal(atom) else renamed.get(atom, atom)
+        return atom if isinstance(atom, _jax.Literal) else renamed.get(atom, atom)
 
     moved = [eqn.replace(invars=[current(v) for v in eqn.invars]) for eqn in eqns]
     outvars = [current(v) for v in jaxpr.outvars]
@@ -128,7 +132,7 @@ def _ancestors(eqns: Sequence[Any]) -> list[set[int]]:
     maker: dict[Any, int] = {}
     found: list[set[int]] = []
     for number, eqn in enumerate(eqns):
-        direct = {maker[v] for v in _variables(eqn.invars) if v in maker}
+        direct = {maker[v] for v in variables(eqn.invars) if v in maker}
         found.append(direct.union(*(found[i] for i in direct)))
         maker.update((v, number) for v in eqn.outvars)
     return found
@@ -142,7 +146,7 @@ def _sorted(eqns: Sequence[Any]) -> list[Any]:
     def place(number: int) -> None:
         todo = [number]
         while todo:
-            makers = (maker[v] for v in _variables(eqns[todo[-1]].invars) if v in maker)
+            makers = (maker[v] for v in variables(eqns[todo[-1]].invars) if v in maker)
             missing = [i for i in makers if i not in found]
             if missing:
                 todo += missing
@@ -156,11 +160,3 @@ def _sorted(eqns: Sequence[Any]) -> list[Any]:
 
 def _is_product(eqn: Any) -> bool:
     return find_matmul(eqn.primitive.name) is not None
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [v for v in atoms if not _is_literal(v)]
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, _jax.Literal)

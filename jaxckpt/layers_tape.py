@@ -11,7 +11,7 @@ import jax
 from jaxckpt import _jax
 from jaxckpt.graph.gradient import is_inexact, is_inexact_type
 from jaxckpt.layers_body import Flat, LayerFunction, LayerProgram, as_arrays
-from jaxckpt.layers_order import gradients_in_turn
+from jaxckpt.layers_order import depending_on, gradients_in_turn
 
 _REORDERED = frozenset(
     ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims")
@@ -146,7 +146,7 @@ class Tape:
         first_layer = self._consts + self._carry
         consts, layer = jaxpr.invars[: self._consts], jaxpr.invars[first_layer:]
         carry = jaxpr.invars[self._consts : first_layer]
-        varying = _depending_on(jaxpr, [*carry, *layer]) - _same_data_as(jaxpr, layer)
+        varying = depending_on(jaxpr, [*carry, *layer]) - _same_data_as(jaxpr, layer)
         known = {v: _Source("const", i) for i, v in enumerate(consts)}
         known |= {v: _Source("layer", i) for i, v in enumerate(layer)}
         self._constants: Flat = list(self._traced.closed.consts)
@@ -220,15 +220,6 @@ def _trace(
 
     closed = jax.make_jaxpr(forward)(*map(_jax.abstract_array, inputs))
     return _Traced(closed, *found[-1])
-
-
-def _depending_on(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
-    """Return the variables of a jaxpr that are worked out from some of its inputs."""
-    found = set(inputs)
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(v, _jax.Literal) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
 
 
 def _same_data_as(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:

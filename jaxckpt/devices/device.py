@@ -92,6 +92,12 @@ class Device:
         return self.name == ATTACHED
 
     @property
+    def has_rates(self) -> bool:
+        """Whether its rates of products and of memory are known, for a roofline."""
+        rates = self.peak_flops_per_second, self.memory_bytes_per_second
+        return None not in rates
+
+    @property
     def compute_capability(self) -> str | None:
         """CUDA compute capability such as `"9.0"`, if the chip has one."""
         return self.target.compute_capability if self.target else None

@@ -18,7 +18,7 @@ def roofline_seconds(program: Program, device: Device) -> float | None:
     `max(flops / rate, bytes / bandwidth) / efficiency`, as `xla.roofline` prices a
     compiled program.
     """
-    if None in (device.peak_flops_per_second, device.memory_bytes_per_second):
+    if not device.has_rates:
         return None
     kernels = program.kernels()
     return sum(times * _seconds(op, device) for op, times in kernels)

@@ -18,6 +18,7 @@ from jaxckpt import _jax
 from jaxckpt.devices import Device
 from jaxckpt.graph.gradient import Differentiable, struct_of
 from jaxckpt.graph.inline import flattened
+from jaxckpt.graph.stages.program import variables
 from jaxckpt.graph.tag import mark
 from jaxckpt.graph.values import VIEWS, Values, find_values
 from jaxckpt.matmul import find_matmul
@@ -99,7 +100,6 @@ class _Reader:
         self.chip = Chip.of(device)
         self._num_outputs = num_outputs
         self._free = {*self.jaxpr.constvars, *(self.jaxpr.invars[i] for i in shared)}
-        self._inputs = {*self.jaxpr.constvars, *self.jaxpr.invars}
         self._marked: dict[Any, Any] = {}
         self._index: dict[Any, int] = {}
         self._equations = [e for e in self.jaxpr.eqns if not self._is_mark(e)]
@@ -121,9 +121,12 @@ class _Reader:
         return self._marked.get(variable, variable)
 
     def _reads(self, eqn: Any) -> list[Any]:
-        """Return the variables that an equation reads and that are not free."""
-        read = (self._of(v) for v in eqn.invars)
-        return [v for v in read if not isinstance(v, _jax.Literal)]
+        """Return the variables that an equation reads."""
+        return self._unmarked(eqn.invars)
+
+    def _unmarked(self, atoms: Sequence[Any]) -> list[Any]:
+        """Return the variables among atoms; a mark may stand on a number."""
+        return variables([self._of(v) for v in atoms])
 
     def costs(self) -> LayerCosts:
         """Return the layer's costs."""
@@ -135,7 +138,9 @@ class _Reader:
                 if not _jax.is_drop(v):
                     numbers[v] = len(numbers)
         self._variables = list(numbers)
-        seconds = self._seconds(varying)
+        heavy = [_is_heavy(eqn) for eqn in varying]
+        stored = self._stored(varying, heavy)
+        seconds = self._seconds(varying, heavy, stored)
         operations = tuple(
             Operation(
                 seconds[i],
@@ -147,18 +152,18 @@ class _Reader:
             for i, e in enumerate(varying)
         )
         outputs = self.jaxpr.outvars[self._num_outputs :]
-        residuals = {self._of(v) for v in outputs if not isinstance(v, _jax.Literal)}
+        residuals = set(self._unmarked(outputs))
         read = frozenset(numbers[v] for v in residuals if v in numbers)
         sizes = tuple(_jax.nbytes(v.aval) for v in numbers)
         plain = StageCosts(sizes, operations, read)
-        stands_for = {n: self._named_end(plain, n, numbers) for n in numbers.values()}
+        stands_for = {n: self._named_end(plain, n) for n in numbers.values()}
         indices = self._indices(numbers, stands_for)
         labels = {n: self.values.items[i].label for n, i in indices.items()}
         least = _LEAST_SHARE * plain.bytes(read)
         fixed = frozenset(
             n for n, size in enumerate(sizes) if n not in labels or size < least
         )
-        passes = self._passes(varying, numbers)
+        passes = self._passes(varying, heavy, stored, numbers)
         keeping = tuple(
             self._memory_seconds(passes[stands_for[n]] * size)
             for n, size in enumerate(sizes)
@@ -167,9 +172,7 @@ class _Reader:
         stage = StageCosts(sizes, operations, read, fixed, keeping, together)
         return LayerCosts(stage, indices, labels, sum(seconds))
 
-    def _named_end(
-        self, stage: StageCosts, number: int, numbers: Mapping[Any, int]
-    ) -> int:
+    def _named_end(self, stage: StageCosts, number: int) -> int:
         """Return the value that is kept in the place of one.
 
         Where a value is read only to make another one of it for nothing (a bias added,
@@ -213,9 +216,7 @@ class _Reader:
 
     def _forward_equations(self) -> list[Any]:
         """Return what makes the residuals and the layer's results."""
-        needed = {
-            self._of(v) for v in self.jaxpr.outvars if not isinstance(v, _jax.Literal)
-        }
+        needed = set(self._unmarked(self.jaxpr.outvars))
         kept = []
         for eqn in reversed(self._equations):
             if eqn.effects or any(v in needed for v in eqn.outvars):
@@ -230,10 +231,10 @@ class _Reader:
             return False
         return True
 
-    def _seconds(self, eqns: Sequence[Any]) -> list[float]:
+    def _seconds(
+        self, eqns: Sequence[Any], heavy: Sequence[bool], stored: set[Any]
+    ) -> list[float]:
         """Return what each equation takes, as the module says."""
-        heavy = [_is_heavy(eqn) for eqn in eqns]
-        stored = self._stored(eqns, heavy)
         sources: dict[Any, frozenset[Any]] = {}
         found = []
         for eqn, is_heavy in zip(eqns, heavy, strict=True):
@@ -261,7 +262,11 @@ class _Reader:
         return stored
 
     def _passes(
-        self, eqns: Sequence[Any], numbers: Mapping[Any, int]
+        self,
+        eqns: Sequence[Any],
+        heavy: Sequence[bool],
+        stored: set[Any],
+        numbers: Mapping[Any, int],
     ) -> dict[int, int]:
         """Return how often the bytes of each value are moved if it is kept.
 
@@ -270,8 +275,6 @@ class _Reader:
         from there (3); what elementwise work makes is written there at once (2), but
         cut out of the stack again where a product reads it (5).
         """
-        heavy = [_is_heavy(eqn) for eqn in eqns]
-        stored = self._stored(eqns, heavy)
         found: dict[int, int] = {}
         for eqn, is_heavy in zip(eqns, heavy, strict=True):
             for v in eqn.outvars:
@@ -290,7 +293,7 @@ class _Reader:
 
     def _roofline(self, eqn: Any) -> float:
         """Return what one equation takes, loops and calls opened."""
-        inputs = [v for v in dict.fromkeys(eqn.invars) if not _is_literal(v)]
+        inputs = dict.fromkeys(variables(eqn.invars))
         outputs = [v for v in eqn.outvars if not _jax.is_drop(v)]
         program = lower(_jax.cut_jaxpr(self.jaxpr, [eqn], inputs, outputs), self.chip)
         fuse(program, self.chip)
@@ -317,10 +320,6 @@ _APART = frozenset(("sort", "top_k", "cumsum", "cumlogsumexp", "fft", "scatter-a
 
 def _is_view(eqn: Any) -> bool:
     return eqn.primitive.name in VIEWS
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, _jax.Literal)
 
 
 def _escaped(label: str) -> str:

@@ -218,7 +218,7 @@ class Search:
 
 def _with_rates(device: Device) -> Device:
     """Return a device with rates; those of an H100 where none are known."""
-    if None in (device.peak_flops_per_second, device.memory_bytes_per_second):
+    if not device.has_rates:
         known = get_device("h100-80gb")
         return dataclasses.replace(known, name=device.name)
     return device

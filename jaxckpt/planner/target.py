@@ -20,6 +20,7 @@ from jaxckpt.rewrite import find_chain
 from jaxckpt.rewrite_find import check_names, fingerprint_of
 from jaxckpt.schedule import Schedule, none
 from jaxckpt.schedule_tree import Keep
+from jaxckpt.training.step import call_loss
 from jaxckpt.workload import Workload
 from jaxckpt.xla.compile import compile_for
 from jaxckpt.xla.measure import trace_loss, whole_step
@@ -171,13 +172,11 @@ class Target:
         return step, (state, self.workload.batch)
 
     def _seconds(self, hlo_text: str) -> float | None:
-        rates = self.device.peak_flops_per_second, self.device.memory_bytes_per_second
-        return None if None in rates else step_seconds(hlo_text, self.device).total
+        known = self.device.has_rates
+        return step_seconds(hlo_text, self.device).total if known else None
 
 
 def _value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    from jaxckpt.training.step import call_loss
-
     def loss(params: PyTree, batch: PyTree) -> Any:
         return call_loss(loss_fn, params, batch, jax.random.key(0))
 

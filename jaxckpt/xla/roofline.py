@@ -111,7 +111,7 @@ def step_seconds(hlo_text: str, device: Device) -> StepSeconds:
         ... ).flops
         524288
     """
-    if None in (device.peak_flops_per_second, device.memory_bytes_per_second):
+    if not device.has_rates:
         raise DeviceError(
             f"The rates of `{device.name}` ({device.title}) are not known, so no time "
             "can be predicted for it. Use a chip of the catalogue, or run the program."
