@@ -13,8 +13,8 @@ from jaxckpt.loading import load_workload
 from jaxckpt.plan import Plan
 from jaxckpt.plan_file import PlanFile
 from jaxckpt.planner.fit import fit_workload
+from jaxckpt.progress import status
 from jaxckpt.report import train_table
-from jaxckpt.report.compare import status
 from jaxckpt.report.fit import fit_parts
 from jaxckpt.training import train
 

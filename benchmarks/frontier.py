@@ -34,7 +34,7 @@ from benchmarks.frontier_cases import measure_case as measure_case
 from benchmarks.frontier_plot import save_frontiers
 from benchmarks.frontier_summary import Summary, exceptions, summarize
 from jaxckpt.errors import JaxckptError
-from jaxckpt.report.compare import status
+from jaxckpt.progress import status
 from jaxckpt.report.plots import check_plot
 
 _GIB = 2**30

@@ -11,7 +11,7 @@ from jaxckpt.devices import Device, get_device, use
 from jaxckpt.errors import BudgetError, CompileError
 from jaxckpt.loading import load_workload
 from jaxckpt.planner.budget import usable_bytes
-from jaxckpt.planner.fit import Fit
+from jaxckpt.planner.fitting import Fit
 from jaxckpt.planner.search import Search
 from jaxckpt.planner.target import Target
 from jaxckpt.report.compare import Rule, compare_policies, default_rules

@@ -14,8 +14,9 @@ from rich.console import Console
 from jaxckpt.devices import get_device
 from jaxckpt.errors import JaxckptError
 from jaxckpt.loading import load_workload
+from jaxckpt.progress import status
 from jaxckpt.report import comparison_parts, policy_markdown
-from jaxckpt.report.compare import Comparison, chosen_rules, compare_policies, status
+from jaxckpt.report.compare import Comparison, chosen_rules, compare_policies
 
 POLICIES = "none", "full", "dots", "dots_no_batch", "save(out_proj)"
 

@@ -207,8 +207,9 @@ def compare(
 ) -> None:
     """Measure a training step under several policies, schedules and plans."""
     from jaxckpt.devices import get_device
+    from jaxckpt.progress import status
     from jaxckpt.report import comparison_parts
-    from jaxckpt.report.compare import chosen_rules, compare_policies, status
+    from jaxckpt.report.compare import chosen_rules, compare_policies
     from jaxckpt.report.plots import check_plot, plot_comparison
 
     with only_json(as_json):

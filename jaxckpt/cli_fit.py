@@ -131,7 +131,7 @@ class _Asked:
         from jaxckpt.planner.budget import parse_budget
         from jaxckpt.planner.fit import fit_workload
         from jaxckpt.planner.inverse import fit_overhead
-        from jaxckpt.report.compare import status
+        from jaxckpt.progress import status
         from jaxckpt.report.fit import budget_note, fit_parts, largest_text
 
         more: dict[str, Any] = {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jaxckpt.errors import JaxckptError, PlanError, did_you_mean
+from jaxckpt.graph.stages import Stack
 from jaxckpt.layers import check_form
 from jaxckpt.plan_verified import PlanFigures, Verified
 from jaxckpt.policy import Policy, parse_policy
@@ -204,6 +205,22 @@ def rules_text(plan: Plan) -> str:
     return "; ".join(f"{name}: {schedule}" for name, schedule in plan.rules)
 
 
+def plan_of(
+    rules: Mapping[str, Schedule],
+    found: Sequence[Stack],
+    form: str | None = None,
+    existing: str = "replace",
+) -> Plan:
+    """Return the plan of these rules for the stacks of a program, in the same order."""
+    return Plan(
+        tuple(rules.items()),
+        form,
+        existing,
+        tuple(stack.num_layers for stack in found),
+        fingerprint_of(found),
+    )
+
+
 def plan_from(
     rule: Any,
     loss_fn: Callable[..., Any],
@@ -250,14 +267,7 @@ def plan_from(
     else:
         check_names((), chain, label)
         rules = dict.fromkeys(stacks, as_rule(rule))
-    found = [stacks[name] for name in rules]
-    plan = Plan(
-        tuple(rules.items()),
-        form,
-        existing,
-        tuple(stack.num_layers for stack in found),
-        fingerprint_of(found),
-    )
+    plan = plan_of(rules, [stacks[name] for name in rules], form, existing)
     try_call(plan.apply(loss_fn), args)
     return plan
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from helpers_cli import error_of
 from typer.testing import CliRunner
 
 from jaxckpt import executor
@@ -30,16 +31,6 @@ def run_apart(*arguments, without=(), **environment):
         timeout=300,
         check=False,
     )
-
-
-def error_of(result):
-    """Return the one message of a refused command."""
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
-    (message,) = result.stderr.splitlines()
-    assert message.startswith("error: ")
-    return message
 
 
 @pytest.mark.parametrize("command", ["measure", "explain", "train"])

@@ -6,6 +6,7 @@ import json
 import helpers
 import jax
 import pytest
+from helpers_cli import error_of
 from typer.testing import CliRunner
 
 import jaxckpt
@@ -59,16 +60,6 @@ def good(*arguments):
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result
-
-
-def error_of(result):
-    """Return the one message of a refused command."""
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
-    (message,) = result.stderr.splitlines()
-    assert message.startswith("error: ")
-    return message
 
 
 @pytest.fixture

@@ -14,8 +14,10 @@ import pytest
 import jaxckpt
 from jaxckpt import BudgetError, PlanError, Workload
 from jaxckpt.devices import get_device
-from jaxckpt.planner.fit import Fit, fit_workload, silent
+from jaxckpt.planner.fit import fit_workload
+from jaxckpt.planner.fitting import Fit
 from jaxckpt.planner.target import Target
+from jaxckpt.progress import silent
 from models import gpt, llama
 
 H100 = get_device("h100-80gb")

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "jaxckpt"
 
 # A module imports only from its own entry and those above it.
 ORDER = [
-    ["errors", "units"],
+    ["errors", "units", "progress"],
     ["_quiet"],
     ["_jax"],
     ["matmul"],

@@ -4,35 +4,20 @@ import random
 
 import numpy as np
 import pytest
+from helpers_planner import random_stage
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jaxckpt.planner.chain import ChainSolver, Link, Option
 from jaxckpt.planner.frontier import frontier
-from jaxckpt.planner.stage import Operation, StageCosts
 
 LAYERS = 3
-
-
-def random_stage(rng):
-    """Return a stage of up to 8 values; an operation may make two."""
-    count = rng.randint(1, 8)
-    sizes = tuple(rng.choice([1, 2, 4, rng.randint(1, 30)]) for _ in range(count))
-    operations, made = [], 0
-    while made < count:
-        writes = tuple(range(made, min(count, made + rng.choice([1, 1, 1, 2]))))
-        reads = tuple(rng.sample(range(made), min(made, rng.choice([0, 1, 1, 2]))))
-        seconds = rng.choice([0.0, 1.0, 2.0, rng.uniform(0, 5)])
-        operations.append(Operation(seconds, reads, writes))
-        made += len(writes)
-    residuals = rng.sample(range(count), rng.randint(1, count))
-    return StageCosts(sizes, tuple(operations), frozenset(residuals))
 
 
 def random_program(rng):
     """Return layers as (input bytes, forward seconds, stage)."""
     layers = []
     for _ in range(LAYERS):
-        stage = random_stage(rng)
+        stage = random_stage(rng, most=8, fewest_residuals=1)
         output_seconds = rng.choice([0.0, rng.uniform(0, 3)])
         forward = sum(op.seconds for op in stage.operations) + output_seconds
         layers.append((rng.randint(1, 10), forward, stage))

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from jaxckpt.devices import Device
 from jaxckpt.errors import BudgetError, CompileError, WorkloadError
 from jaxckpt.planner.budget import parse_budget
-from jaxckpt.planner.fit import Fit, FitResult, Progress, Tried, silent
+from jaxckpt.planner.fitting import Fit, FitResult, Tried
 from jaxckpt.planner.search import Found, Search
 from jaxckpt.planner.target import Target
+from jaxckpt.progress import Progress, silent
 from jaxckpt.workload import Workload
 
 _MOST_TRIES = 4

@@ -15,9 +15,9 @@ from jaxckpt.devices import Device, use
 from jaxckpt.graph.trace import Graph
 from jaxckpt.memory import Prediction
 from jaxckpt.memory.predict import predict_step
-from jaxckpt.plan import Plan
+from jaxckpt.plan import Plan, plan_of
 from jaxckpt.rewrite import find_chain
-from jaxckpt.rewrite_find import check_names, fingerprint_of
+from jaxckpt.rewrite_find import check_names
 from jaxckpt.schedule import Schedule, none
 from jaxckpt.schedule_tree import Keep
 from jaxckpt.training.step import call_loss
@@ -47,17 +47,14 @@ class Compiled:
 class Target:
     """A workload on a device: its step under any plan.
 
-    Attributes:
-        compiles: How many steps were compiled, also where a result was on disk.
-        compile_seconds: Time that this took.
-
-    Raises:
-        PlanError: The loss has no layers to rematerialise.
-
     Args:
         workload: The workload; without optimizer and step of its own, its loss and
             gradients are the step.
         device: What it is planned for.
+
+    Attributes:
+        compiles: How many steps were compiled, also where a result was on disk.
+        compile_seconds: Time that this took.
     """
 
     def __init__(self, workload: Workload, device: Device) -> None:
@@ -81,7 +78,11 @@ class Target:
 
     @cached_property
     def chain(self) -> Any:
-        """The program as a chain, without remat of its own around its stacks."""
+        """The program as a chain, without remat of its own around its stacks.
+
+        Raises:
+            PlanError: It has no layers to rematerialise.
+        """
         with use(self.device):
             graph = self.graph
             chain = find_chain(graph.fn, graph.args, existing="replace")
@@ -108,8 +109,7 @@ class Target:
     ) -> Plan:
         """Return rules as a plan for this program."""
         found = [self.chain.stack(name) for name, _ in rules]
-        depths = tuple(stack.num_layers for stack in found)
-        return Plan(rules, form, "replace", depths, fingerprint_of(found))
+        return plan_of(dict(rules), found, form)
 
     def uniform(self, schedule: Schedule, form: str | None = None) -> Plan:
         """Return one schedule for all stacks as a plan."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console
 
 from jaxckpt.devices import Device
 from jaxckpt.errors import CompileError, JaxckptError, PlanError, PolicyError
 from jaxckpt.plan_file import PlanFile, read_plan_file
 from jaxckpt.policy import parse_policy
 from jaxckpt.policy_text import recipe_names
+from jaxckpt.progress import Progress, silent
 from jaxckpt.schedule import parse_schedule
 from jaxckpt.schedule_text import split_at
 from jaxckpt.workload import Workload
 from jaxckpt.xla.measure import Loaded, Measurement, load_traced, measure_loaded
-
-Progress = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ def compare_policies(
     device: Device,
     *,
     label: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Comparison:
     """Measure a workload under each rule.
 
@@ -199,7 +195,6 @@ def compare_policies(
     Raises:
         JaxckptError: A rule that is not optional does not suit the model, or none does.
     """
-    progress = progress or (lambda text: contextlib.nullcontext())
     rules = tuple(dict.fromkeys(rules))
     failures: dict[Rule, JaxckptError] = {}
     loaded: dict[Rule, Loaded] = {}
@@ -216,11 +211,6 @@ def compare_policies(
     left_out = tuple(LeftOut(rule, str(error)) for rule, error in failures.items())
     name = label or next(iter(loaded.values())).label
     return Comparison(name, device.name, tuple(sorted(measured, key=_order)), left_out)
-
-
-def status() -> Progress:
-    """Return a progress display on stderr, which leaves stdout alone."""
-    return Console(stderr=True).status
 
 
 def _offloads(name: str) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxckpt.devices import Device
 from jaxckpt.errors import BudgetError
 from jaxckpt.planner.budget import RESERVE_BYTES, memory_fraction, usable_bytes
-from jaxckpt.planner.fit import FitResult
+from jaxckpt.planner.fitting import FitResult
 from jaxckpt.planner.inverse import Largest
 from jaxckpt.report.tables import format_bytes, format_flops, format_seconds
 
