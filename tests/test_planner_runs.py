@@ -1,18 +1,17 @@
 """Runs of equal layers: against all sequences of runs, within budgets, bounded."""
 
-import dataclasses
 import functools
 import itertools
 import random
 
 import pytest
 
+from jaxckpt.planner.bound import least_seconds
 from jaxckpt.planner.runs import (
     Choice,
     Layers,
     Taken,
     best_runs,
-    least_seconds,
     peak_bytes,
 )
 
@@ -149,73 +148,25 @@ def test_peak_of_runs_is_that_of_going_through_the_step(runs):
             assert peak_bytes(stacks, chosen, head) == walk(stacks, chosen, head)
 
 
-def least_of_all_counts(stacks, kept_bytes, free_bytes):
-    """Return the least seconds of any order and number of runs, None where none fit.
-
-    Nothing is counted for joining gradients.
-    """
-    options = []
-    for layers in stacks:
-        fits = [
-            choice
-            for choice in layers.choices
-            if choice.work_bytes + choice.bytes + layers.gradient_bytes <= free_bytes
-        ]
-        options.append(
-            [
-                (
-                    sum(n * c.bytes for n, c in zip(counts, fits, strict=True)),
-                    sum(n * c.seconds for n, c in zip(counts, fits, strict=True)),
-                )
-                for counts in itertools.product(
-                    range(layers.count + 1), repeat=len(fits)
-                )
-                if sum(n * c.layers for n, c in zip(counts, fits, strict=True))
-                == layers.count
-                and all(
-                    n != 1 or layers.count < 2 * c.layers
-                    for n, c in zip(counts, fits, strict=True)
-                )
-            ]
-        )
-    totals = [
-        (sum(size for size, _ in parts), sum(seconds for _, seconds in parts))
-        for parts in itertools.product(*options)
-    ]
-    return min((s for size, s in totals if size <= kept_bytes), default=None)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_bound_is_the_least_of_all_counts_or_less(part):
-    rng = random.Random(part)
-    tight = 0
-    for _ in range(40):
-        stacks = [random_layers(rng, 5, 3) for _ in range(rng.randint(1, 2))]
-        stacks = [dataclasses.replace(s, joining_seconds=0.0) for s in stacks]
-        kept, free = rng.randint(0, 60), rng.randint(5, 30)
-        wanted = least_of_all_counts(stacks, kept, free)
-        found = least_seconds(stacks, kept, free)
-        assert found >= 0.0
-        if wanted is not None:
-            assert found <= wanted + 1e-6
-            tight += found >= wanted * (1 - 1e-3)
-    assert tight >= 10
-
-
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_bound_is_below_every_sequence_of_runs(part):
-    """What the planner calls a bound: no sequence of any number of runs is faster."""
+    """No sequence of any number of runs is faster, and most often one is as fast."""
     rng = random.Random(part)
-    for _ in range(15):
-        layers = random_layers(rng, 6, 3)
-        budget, fastest = rng.randint(1, 80), {}
-        for way in sequences(layers, runs=6):
-            if walk([layers], [way], 0) <= budget:
-                kept = sum(t.parts * layers.choices[t.choice].bytes for t in way)
-                seconds = seconds_of([layers], [way])
-                fastest[kept] = min(seconds, fastest.get(kept, seconds))
-        for kept, seconds in fastest.items():
-            assert least_seconds([layers], kept, budget) <= seconds + 1e-6
+    tight, compared = 0, 0
+    for _ in range(20):
+        stacks = [random_layers(rng, 6, 3) for _ in range(1 + part % 2)]
+        head = rng.randint(0, 20)
+        pairs = [
+            (walk(stacks, way, head), seconds_of(stacks, way))
+            for way in itertools.product(*(sequences(s, runs=6) for s in stacks))
+        ]
+        for budget in {rng.choice(pairs)[0] for _ in range(3) if pairs}:
+            fastest = min(seconds for peak, seconds in pairs if peak <= budget)
+            found = least_seconds(stacks, budget, head)
+            assert 0.0 <= found <= fastest + 1e-6
+            compared += 1
+            tight += found >= fastest * (1 - 1e-2)
+    assert tight >= 0.5 * compared > 0
 
 
 def test_deep_stacks_are_planned_at_once():

@@ -266,13 +266,22 @@ class Fit:
                 self.compile(Found(plan, other.peak_bytes, found.seconds, found.offset))
 
     def _smallest(self) -> None:
-        """Compile the smallest plans until one fits."""
+        """Compile the smallest plans until one fits, and faster ones that may fit."""
         with self.progress("planning for the least memory"):
             smallest = self.search.smallest()
         for found in smallest:
-            self.compile(found)
-            if self._fitting():
-                return
+            best = min(self._fitting(), key=self._order, default=None)
+            if best is None or self._may_replace(found, best):
+                self.compile(found)
+
+    def _may_replace(self, found: Found, best: Tried) -> bool:
+        """Return whether a plan is faster than one that fits, and may fit too."""
+        corrected = found.predicted_bytes * self._ratio
+        return (
+            len(self.tried) < MOST_COMPILES
+            and corrected <= self.budget * (1 + _MARGIN)
+            and self._pays(found, best)
+        )
 
     def compile(self, found: Found) -> Tried | None:
         """Compile a plan; None where the compiler fails on it."""

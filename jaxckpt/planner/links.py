@@ -45,7 +45,12 @@ class LinkSolver:
             return None
         nodes = tuple(self._nodes(answer.decisions))
         rules = ((self._stack.name, tree(*nodes)),)
-        return Solved(rules, answer.seconds, answer.bound_seconds, answer.peak_bytes)
+        return Solved(rules, answer.seconds, answer.peak_bytes)
+
+    def bound_seconds(self, free_bytes: int) -> float:
+        """Return seconds that no nested schedule stays below."""
+        answer = self._solver.solve(min(free_bytes, self._most))
+        return 0.0 if answer is None else answer.bound_seconds
 
     def _nodes(self, decisions: Iterable[Decision]) -> Iterator[Node]:
         count = len(self._stack.layers)

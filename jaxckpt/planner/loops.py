@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,13 +10,15 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxckpt.planner.bound import least_seconds
 from jaxckpt.planner.frontier import Point, frontier
 from jaxckpt.planner.program import PlannedLayer, PlannedStack
 from jaxckpt.planner.runs import (
     Choice,
     Layers,
+    RunsAnswer,
     best_runs,
-    least_seconds,
+    more_runs,
     peak_bytes,
 )
 from jaxckpt.schedule import Schedule, tree
@@ -26,6 +29,10 @@ _MOST_TRIED_OF_SEVERAL = 4e5
 _FEWEST = 10
 """Choices are offered such that K^3 L^2 are tried, but not fewer than these."""
 _MOST_IN_SEGMENT = 16
+_NEAR = 0.02
+"""Runs are near the bound where they take no more than this share longer."""
+_MORE_RUNS = 4
+_MORE_SECONDS = 3.0
 
 WorkBytes = Callable[[Point], int]
 """The bytes that a layer's second run and backward pass hold, by what is kept."""
@@ -38,13 +45,11 @@ class Solved:
     Attributes:
         rules: A schedule for each stack, by name.
         seconds: What runs again.
-        bound_seconds: No schedules take less, by the same model.
         peak_bytes: What they hold at once, besides what is there anyway.
     """
 
     rules: tuple[tuple[str, Schedule], ...]
     seconds: float
-    bound_seconds: float
     peak_bytes: int
 
 
@@ -54,6 +59,10 @@ class Solver(Protocol):
 
     def solve(self, free_bytes: int) -> Solved | None:
         """Return them; None where nothing fits."""
+        ...
+
+    def bound_seconds(self, free_bytes: int) -> float:
+        """Return seconds that no schedules stay below, by the same model."""
         ...
 
 
@@ -120,8 +129,25 @@ class LoopSolver:
     def solve(self, free_bytes: int) -> Solved | None:
         """Return the fastest schedules, None where nothing fits."""
         answer = best_runs(self._layers, free_bytes, self._head)
-        if answer is None:
+        return None if answer is None else self._solved(answer)
+
+    def solve_finer(self, free_bytes: int) -> Solved | None:
+        """Return schedules of four runs of one stack, where they are faster by far.
+
+        They are where hardly anything fits. It takes seconds to find them.
+        """
+        answer = best_runs(self._layers, free_bytes, self._head)
+        near = (1 + _NEAR) * self.bound_seconds(free_bytes)
+        if answer is None or len(self._layers) > 1 or answer.seconds <= near:
             return None
+        (layers,) = self._layers
+        layers = dataclasses.replace(layers, runs=_MORE_RUNS)
+        more = more_runs([layers], free_bytes, self._head, _MORE_SECONDS)
+        if more is None or more.seconds >= answer.seconds:
+            return None
+        return self._solved(more)
+
+    def _solved(self, answer: RunsAnswer) -> Solved:
         nodes: list[list[Node]] = [[] for _ in self._names]
         of_block = zip(self._blocks, self._offers, answer.runs, strict=True)
         for (number, block), offers, runs in of_block:
@@ -136,20 +162,11 @@ class LoopSolver:
             for name, parts in zip(self._names, nodes, strict=True)
         )
         peak = peak_bytes(self._layers, answer.runs, self._head)
-        bound = min(answer.seconds, self._bound(free_bytes))
-        return Solved(rules, answer.seconds, bound, peak)
+        return Solved(rules, answer.seconds, peak)
 
-    def _bound(self, free_bytes: int) -> float:
-        """Return what no schedules beat, in any order and any number of runs.
-
-        Where the first layer is reversed everything is kept, and the work and the
-        gradients of its run fit beside it: a knapsack of layers, solved by HiGHS.
-        """
-        last = self._layers[-1]
-        least = min(2, last.count)
-        work = min(c.work_bytes for c in last.choices) + least * last.gradient_bytes
-        free = free_bytes - max(self._head, work)
-        return least_seconds(self._layers, free, free_bytes)
+    def bound_seconds(self, free_bytes: int) -> float:
+        """Return what no schedules beat, in any order and any number of runs."""
+        return least_seconds(self._layers, free_bytes, self._head)
 
 
 def _blocks(stack: PlannedStack) -> list[list[PlannedLayer]]:

@@ -6,15 +6,14 @@ the head, with everything kept, and the backward pass of each run r,
 
     W(r) + kept of the runs up to r + gradients of the runs from r on  <=  free bytes.
 
-For one stack all answers of up to three runs are tried (`three.py`). For several, with
-y_ro = 1 where run r takes option o and n_ro the number of its parts, it is a small MILP
-for HiGHS (`scipy.optimize.milp`).
+For one stack all answers of up to three runs are tried (`three.py`). For several, and
+for more runs, with y_ro = 1 where run r takes option o and n_ro the number of its
+parts, it is a small MILP for HiGHS (`scipy.optimize.milp`).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +55,7 @@ class Layers:
         count: How many.
         choices: What can become of them.
         gradient_bytes: Of the parameters of one layer.
-        runs: Among how many runs they are shared at most, where stacks are several.
+        runs: Among how many runs they are shared at most, by `more_runs`.
         joining_seconds: What it takes to join the gradients of several runs.
     """
 
@@ -122,13 +121,30 @@ def best_runs(
         (4.0, ((Taken(choice=0, parts=2), Taken(choice=1, parts=2)),))
     """
     if len(stacks) > 1:
-        return _Problem(stacks, free_bytes, head_bytes).solve()
+        return more_runs(stacks, free_bytes, head_bytes)
     (layers,) = stacks
     found = _table(layers).best(free_bytes, head_bytes)
     if found is None:
         return None
     runs = tuple(Taken(choice, parts) for choice, parts in found)
     return RunsAnswer((runs,), _seconds(layers, runs))
+
+
+def more_runs(
+    stacks: Sequence[Layers],
+    free_bytes: int,
+    head_bytes: int = 0,
+    time_limit: float = _SECONDS,
+) -> RunsAnswer | None:
+    """Return the least seconds that fit, in as many runs as each stack may have.
+
+    Args:
+        stacks: As of `best_runs`.
+        free_bytes: As there.
+        head_bytes: As there.
+        time_limit: After so many seconds HiGHS ends with the best that it has.
+    """
+    return _Problem(stacks, free_bytes, head_bytes).solve(time_limit)
 
 
 def _seconds(layers: Layers, runs: Sequence[Taken]) -> float:
@@ -147,68 +163,6 @@ def _table(layers: Layers) -> Table:
         layers.gradient_bytes,
         layers.joining_seconds,
     )
-
-
-def least_seconds(stacks: Sequence[Layers], kept_bytes: int, free_bytes: int) -> float:
-    """Return a bound on the seconds in which stacks keep so much at most.
-
-    Either each stack is one run, of a choice that all its layers take, or gradients are
-    joined: then it is a knapsack of layers, solved by HiGHS or bounded.
-
-    Choices that do not fit alone are left out. A choice is taken twice at least, as in
-    runs.
-
-    Args:
-        stacks: The stacks.
-        kept_bytes: The most that all layers keep together.
-        free_bytes: For one choice alone, with its work.
-    """
-    joining = min(layers.joining_seconds for layers in stacks)
-    several = joining + _knapsack(stacks, kept_bytes, free_bytes)
-    if len(stacks) > 1:
-        return several - joining
-    (layers,) = stacks
-    alone = (
-        parts * choice.seconds
-        for choice in layers.choices
-        if (parts := layers.count // choice.layers) * choice.layers == layers.count
-        and parts * choice.bytes <= kept_bytes
-    )
-    return min(several, *alone, math.inf)
-
-
-def _knapsack(stacks: Sequence[Layers], kept_bytes: int, free_bytes: int) -> float:
-    pairs = [
-        (choice, number)
-        for number, layers in enumerate(stacks)
-        for choice in layers.choices
-        if choice.work_bytes + choice.bytes + layers.gradient_bytes <= free_bytes
-    ]
-    if not pairs:
-        return 0.0
-    count = len(pairs)
-    most = np.array([stacks[i].count // c.layers for c, i in pairs], float)
-    least = np.minimum(2.0, most)
-    one, scale = sparse.identity(count), max(1.0, float(kept_bytes))
-    sizes = np.array([[c.bytes / scale for c, _ in pairs] + [0.0] * count])
-    layers = np.zeros((len(stacks), 2 * count))
-    for column, (choice, number) in enumerate(pairs):
-        layers[number, column] = choice.layers
-    depth: Any = np.array([stack.count for stack in stacks])
-    found = milp(
-        np.array([c.seconds for c, _ in pairs] + [0.0] * count),
-        integrality=np.ones(2 * count),
-        bounds=_up_to([*most, *[1.0] * count]),
-        constraints=[
-            LinearConstraint(sizes, -np.inf, kept_bytes / scale),
-            LinearConstraint(layers, depth, depth),
-            LinearConstraint(sparse.hstack([one, -sparse.diags(most)]), -np.inf, 0.0),
-            LinearConstraint(sparse.hstack([one, -sparse.diags(least)]), 0.0, np.inf),
-        ],
-        options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
-    )
-    bound = found.mip_dual_bound
-    return 0.0 if found.status not in (0, 1) or bound is None else max(0.0, bound)
 
 
 def _up_to(most: Sequence[float]) -> Bounds:
@@ -245,7 +199,7 @@ class _Problem:
     def _layers(self, column: int) -> Layers:
         return self.stacks[self.slots[self.columns[column][0]][0]]
 
-    def solve(self) -> RunsAnswer | None:
+    def solve(self, time_limit: float) -> RunsAnswer | None:
         """Return the answer, None where there is none."""
         self._all_layers()
         self._one_choice_a_run()
@@ -261,7 +215,7 @@ class _Problem:
             integrality=np.ones(2 * self.count),
             bounds=_up_to([*most, *[1] * self.count]),
             constraints=self._constraints(),
-            options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+            options={"mip_rel_gap": _GAP, "time_limit": time_limit},
         )
         if found.x is None:
             return None

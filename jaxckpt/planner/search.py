@@ -24,7 +24,7 @@ from jaxckpt.schedule import full
 _CLOSE = 0.004
 """A prediction by this share below the goal is close enough."""
 _MOST_STEPS = 8
-_FACTORS = (1.0, 1.04, 1.1, 1.2)
+_FACTORS = (1.0, 1.04, 1.1)
 """Plans of the fewest bytes are looked for among those of so much more free bytes."""
 _FAR = 1.06
 """Of them those are compiled that are predicted to be no larger than the least."""
@@ -109,8 +109,8 @@ class Search:
             goal_bytes: Predicted bytes.
             like: A plan that tells predictions and the model's bytes apart.
         """
-        solved = self.solver.solve(max(0, goal_bytes - self._there - like.offset))
-        return 0.0 if solved is None else min(like.seconds, solved.bound_seconds)
+        free = max(0, goal_bytes - self._there - like.offset)
+        return min(like.seconds, self.solver.bound_seconds(free))
 
     def smallest(self) -> list[Found]:
         """Return plans of the fewest bytes, the fewest predicted ones first.
@@ -118,7 +118,9 @@ class Search:
         They depend on the program alone, not on a budget.
         """
         least = self._least_free()
-        tried = [self._found(round(least * factor)) for factor in _FACTORS]
+        amounts = [round(least * factor) for factor in _FACTORS]
+        tried = [self._found(free) for free in amounts]
+        tried += [self._finer(free) for free in amounts]
         found = {f.plan.rules: f for f in tried if f is not None}
         full_ones = [self._full]
         if any(stack.scanned for stack in self.stacks):
@@ -163,6 +165,12 @@ class Search:
 
     def _found(self, free_bytes: int) -> Found | None:
         solved = self.solver.solve(free_bytes) if free_bytes > 0 else None
+        return None if solved is None else self.found(solved)
+
+    def _finer(self, free_bytes: int) -> Found | None:
+        if not isinstance(self.solver, LoopSolver):
+            return None
+        solved = self.solver.solve_finer(free_bytes)
         return None if solved is None else self.found(solved)
 
     def found(self, solved: Solved) -> Found:
