@@ -18,7 +18,7 @@ from jaxckpt import BudgetError, PlanError, _jax
 pytestmark = pytest.mark.aot
 # Such that activations are most of what is held.
 SIZES = {"BATCH": 64, "SEQ": 64, "WIDTH": 32, "HEADS": 4}
-QUICK = "linen_loop", "remat_outside", "data_parallel"
+QUICK = "remat_outside", "data_parallel"
 each_program = pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS],

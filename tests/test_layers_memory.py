@@ -23,6 +23,7 @@ SCHEDULES = (
 
 
 @pytest.mark.aot
+@pytest.mark.slow
 def test_segments_take_less_straight_than_as_loops(monkeypatch):
     straight = _peak("every(2)", None)
     assert straight < _peak("every(2)", "scan")

@@ -165,7 +165,7 @@ def test_a_chunked_loss_runs_no_product_again():
 @pytest.mark.parametrize(
     "policies",
     [
-        ("none", "full", "save(out_proj)"),
+        ("none", "full"),
         pytest.param(
             ("none", "full", "dots", "dots_no_batch", "save(out_proj)"),
             marks=pytest.mark.slow,
