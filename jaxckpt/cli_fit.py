@@ -60,7 +60,13 @@ def fit(
         str | None, typer.Option(help="Not supported yet.", show_default=False)
     ] = None,
     host_budget: Annotated[
-        str | None, typer.Option(help="Not supported yet.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Host memory that kept values may take: 100GiB. Without it none "
+            "goes there.",
+            show_default=False,
+        ),
     ] = None,
     settings: Settings = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
@@ -68,8 +74,8 @@ def fit(
     """Find the fastest plan that fits a byte budget, proven by the compiler."""
     from jaxckpt.report.fit import infeasible_json, infeasible_text
 
-    asked = _Asked(workload, settings, budget, maximize, max_overhead)
-    _check_later(mesh, host_budget)
+    asked = _Asked(workload, settings, budget, maximize, max_overhead, host_budget)
+    _check_later(mesh)
     _check_file(out)
     chip = get_device(device)
     try:
@@ -108,12 +114,16 @@ class _Asked:
         budget: str | None,
         maximize: str | None,
         max_overhead: str | None,
+        host_budget: str | None,
     ) -> None:
         self.workload = workload
         self.settings = settings
         self.budget = budget
         self.maximize = maximize
         self.max_overhead = max_overhead
+        self.host_budget = host_budget
+        if host_budget is not None and (maximize or max_overhead):
+            raise BudgetError("`--host-budget` goes with `--budget` alone so far.")
         if (budget is None) == (max_overhead is None):
             raise BudgetError(
                 "Give either `--budget`, as in `--budget 70GiB` or `--budget 90%`, or "
@@ -154,6 +164,7 @@ class _Asked:
                 self._load(device),
                 budget=self.budget,
                 device=device,
+                host_budget=self.host_budget,
                 progress=progress,
             )
         else:
@@ -206,13 +217,12 @@ class _Asked:
             ) from None
 
 
-def _check_later(mesh: str | None, host_budget: str | None) -> None:
-    for name, value in (("--mesh", mesh), ("--host-budget", host_budget)):
-        if value is not None:
-            raise PlanError(
-                f"`{name} {value}` is not supported yet: plans are for one device, and "
-                "keep or recompute. Leave it out."
-            )
+def _check_later(mesh: str | None) -> None:
+    if mesh is not None:
+        raise PlanError(
+            f"`--mesh {mesh}` is not supported yet: plans are for one device. Leave it "
+            "out."
+        )
 
 
 def _check_file(out: Path | None) -> None:

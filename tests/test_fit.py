@@ -481,7 +481,7 @@ def test_percentage_is_of_usable_memory():
     assert found.verified.budget_bytes == (H100.memory_bytes - 2**30) // 2
 
 
-@pytest.mark.parametrize("given", [{"mesh": "fsdp=8"}, {"host_budget": "1GiB"}])
+@pytest.mark.parametrize("given", [{"mesh": "fsdp=8"}])
 def test_what_is_not_supported_yet_is_refused(given):
     unchecked = jaxckpt.fit.__wrapped__
     workload = scanned()

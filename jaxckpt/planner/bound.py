@@ -28,7 +28,10 @@ _SECONDS = 20.0
 
 
 def least_seconds(
-    stacks: Sequence[Layers], free_bytes: int, head_bytes: int = 0
+    stacks: Sequence[Layers],
+    free_bytes: int,
+    head_bytes: int = 0,
+    host_bytes: int = 0,
 ) -> float:
     """Return a bound: no runs that take one choice each and fit are faster.
 
@@ -36,13 +39,14 @@ def least_seconds(
         stacks: The stacks, in order.
         free_bytes: For what is kept, gradients and work at once.
         head_bytes: What is held where everything is kept.
+        host_bytes: For what is kept in host memory.
 
     Example:
         >>> light, heavy = Choice(1, 2.0, 1), Choice(3, 0.0, 1)
         >>> least_seconds([Layers(4, (light, heavy))], free_bytes=9)
         4.0
     """
-    several = _Bound(stacks, free_bytes, head_bytes).seconds()
+    several = _Bound(stacks, free_bytes, head_bytes, host_bytes).seconds()
     if len(stacks) > 1:
         return several
     (layers,) = stacks
@@ -52,6 +56,7 @@ def least_seconds(
         if (parts := layers.count // choice.layers) * choice.layers == layers.count
         and _alone(layers, choice) <= free_bytes
         and parts * choice.bytes + head_bytes <= free_bytes
+        and parts * choice.host_bytes <= host_bytes
     )
     return min(several + layers.joining_seconds, *one_run, math.inf)
 
@@ -67,7 +72,11 @@ class _Bound:
     """Columns: parts of every choice, whether it is taken, is first, and is last."""
 
     def __init__(
-        self, stacks: Sequence[Layers], free_bytes: int, head_bytes: int
+        self,
+        stacks: Sequence[Layers],
+        free_bytes: int,
+        head_bytes: int,
+        host_bytes: int,
     ) -> None:
         self.stacks = stacks
         pairs = [(c, i) for i, layers in enumerate(stacks) for c in layers.choices]
@@ -80,6 +89,8 @@ class _Bound:
         self._free, self._head = free_bytes / self._scale, head_bytes / self._scale
         self._kept = np.array([c.bytes for c, _ in pairs]) / self._scale
         self._work = np.array([c.work_bytes for c, _ in pairs]) / self._scale
+        self._there = np.array([c.host_bytes for c, _ in pairs]) / self._scale
+        self._host = host_bytes / self._scale
         gradients = np.array([stacks[i].gradient_bytes for _, i in pairs])
         self._made = gradients * self._layers / self._scale
 
@@ -135,8 +146,10 @@ class _Bound:
             work = zeros.copy()
             work[number] = self._work[number]
             rows.append(np.concatenate([held, work, zeros, zeros]))
+        rows.append(np.concatenate([self._there, zeros, zeros, zeros]))
         limits: Any = np.full(len(rows), self._free)
         limits[0] -= self._head
+        limits[-1] = self._host
         return [LinearConstraint(np.array(rows), -np.inf, limits)]
 
 

@@ -60,6 +60,22 @@ def parse_budget(budget: str | int, device: Device) -> int:
     return int(usable * share)
 
 
+def parse_host_budget(budget: str | int) -> int:
+    """Return a budget of host memory in bytes.
+
+    Example:
+        >>> parse_host_budget("100GiB") == 100 * 2**30
+        True
+
+    Raises:
+        BudgetError: It is no amount.
+    """
+    try:
+        return parse_bytes(budget, argument="host_budget")
+    except ValueError as error:
+        raise BudgetError(str(error)) from None
+
+
 def memory_fraction(peak_bytes: int, device: Device) -> float | None:
     """Return the `XLA_PYTHON_CLIENT_MEM_FRACTION` that a step of a peak needs.
 

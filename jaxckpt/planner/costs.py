@@ -10,7 +10,7 @@ from memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxckpt.memory.fuse import fuse
 from jaxckpt.memory.lower import lower
 from jaxckpt.memory.seconds import roofline_seconds
 from jaxckpt.planner.stage import Operation, StageCosts
-from jaxckpt.policy import Policy, save, save_nothing
+from jaxckpt.policy import Policy, offload, save, save_nothing
 
 _LEAST_SHARE = 1e-4
 """Values of a smaller share of all residuals are not offered: they clutter a plan."""
@@ -50,10 +50,17 @@ class LayerCosts:
     labels: Mapping[int, str]
     forward_seconds: float
 
-    def policy(self, saved: Sequence[int] | frozenset[int]) -> Policy:
-        """Return the policy that keeps these values."""
+    def policy(
+        self, saved: Collection[int], offloaded: Collection[int] = frozenset()
+    ) -> Policy:
+        """Return the policy that keeps these values, some of them in host memory."""
         names = dict.fromkeys(self.labels[v] for v in sorted(saved))
-        return save(*map(_escaped, names)) if names else save_nothing()
+        moved = {self.labels[v] for v in offloaded}
+        here = [_escaped(name) for name in names if name not in moved]
+        there = [_escaped(name) for name in names if name in moved]
+        if not there:
+            return save(*here) if here else save_nothing()
+        return save(*here) | offload(*there) if here else offload(*there)
 
     def named_as(self, closed: Any) -> LayerCosts:
         """Return the costs of an equal layer, which may call its values otherwise."""

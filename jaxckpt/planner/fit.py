@@ -13,7 +13,7 @@ import optax
 from jaxckpt.devices import Device, get_device
 from jaxckpt.errors import PlanError
 from jaxckpt.plan import Plan
-from jaxckpt.planner.budget import parse_budget
+from jaxckpt.planner.budget import parse_budget, parse_host_budget
 from jaxckpt.planner.fitting import Fit, FitResult
 from jaxckpt.planner.target import Target
 from jaxckpt.progress import Progress, silent
@@ -31,7 +31,7 @@ def fit(
     optimizer: optax.GradientTransformation | None = None,
     device: Device | str = "attached",
     mesh: None = None,
-    host_budget: None = None,
+    host_budget: str | int | None = None,
     progress: Progress = silent,
 ) -> Plan:
     """Return the fastest plan whose whole training step fits a byte budget.
@@ -45,7 +45,7 @@ def fit(
         optimizer: The optax transformation; None to count loss and gradients alone.
         device: What the step runs on; it may be absent.
         mesh: Not supported yet.
-        host_budget: Not supported yet.
+        host_budget: Bytes of host memory that kept values may take; None for none.
         progress: `progress(text)` is entered while a step runs, and says so.
 
     Returns:
@@ -67,11 +67,15 @@ def fit(
         >>> plan.compiled.peak_bytes <= 16 * 2**20
         True
     """
-    _check_later(mesh=mesh, host_budget=host_budget)
+    _check_later(mesh=mesh)
     name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
     workload = Workload(name, loss_fn, params, batch, optimizer=optimizer)
     return fit_workload(
-        workload, budget=budget, device=get_device(device), progress=progress
+        workload,
+        budget=budget,
+        device=get_device(device),
+        host_budget=host_budget,
+        progress=progress,
     ).plan
 
 
@@ -107,11 +111,14 @@ def fit_workload(
     *,
     budget: str | int,
     device: Device,
+    host_budget: str | int | None = None,
     progress: Progress = silent,
 ) -> FitResult:
     """Return the fastest plan of a workload that fits a budget, as `fit`."""
     budget_bytes = parse_budget(budget, device)
-    return Fit(Target(workload, device), budget_bytes, progress).run()
+    host_bytes = 0 if host_budget is None else parse_host_budget(host_budget)
+    target = Target(workload, device)
+    return Fit(target, budget_bytes, progress, host_budget=host_bytes).run()
 
 
 def _check_later(**given: Any) -> None:

@@ -75,11 +75,15 @@ class FitResult:
     Attributes:
         plan: The plan, with `verified`.
         form: How its layers run: one of `run_layers`' forms.
+        compiled: What the compiler made of it.
+        host_budget: Bytes of host memory that it might take.
         tried: All plans that were compiled, in order.
     """
 
     plan: Plan
     form: str
+    compiled: Compiled
+    host_budget: int
     tried: tuple[Tried, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -93,6 +97,9 @@ class FitResult:
             "predicted_peak_bytes": verified.predicted.peak_bytes,
             "compiled_peak_bytes": verified.compiled.peak_bytes,
             "host_bytes": verified.host_bytes,
+            "host_budget_bytes": self.host_budget,
+            "host_link_exposed_seconds": self.compiled.exposed_seconds,
+            "host_link_hidden_seconds": self.compiled.hidden_seconds,
             "forward_flops": verified.forward_flops,
             "recompute_flops": verified.recompute_flops,
             "step_seconds": verified.compiled.step_seconds,
@@ -112,8 +119,9 @@ class Fit:
     Args:
         target: The step.
         budget_bytes: What it has to fit in.
+        host_budget: Bytes of host memory that kept values may take.
         progress: Shows what is done.
-        search: Of the target, where there is one already.
+        search: Of the target and the host budget, where there is one already.
     """
 
     def __init__(
@@ -122,9 +130,11 @@ class Fit:
         budget_bytes: int,
         progress: Progress,
         search: Search | None = None,
+        host_budget: int = 0,
     ) -> None:
         self.target = target
         self.budget = budget_bytes
+        self.host_budget = host_budget
         self.progress = progress
         self.tried: list[Tried] = []
         self._search = search
@@ -136,7 +146,7 @@ class Fit:
         """The search for plans, made when first asked for."""
         if self._search is None:
             with self.progress("planning"):
-                self._search = Search(self.target)
+                self._search = Search(self.target, self.host_budget)
         return self._search
 
     def run(self) -> FitResult:
@@ -187,7 +197,8 @@ class Fit:
             best = dataclasses.replace(best, predicted_bytes=predicted)
         verified = self._verified(best, budget_bytes)
         plan = dataclasses.replace(best.found.plan, verified=verified)
-        return FitResult(plan, self.target.form(plan), tuple(self.tried))
+        form = self.target.form(plan)
+        return FitResult(plan, form, best.compiled, self.host_budget, tuple(self.tried))
 
     def _keep_all(self, plain_seconds: float | None) -> None:
         """Compile the plan that keeps what is read, where it may be faster than none.
@@ -207,7 +218,11 @@ class Fit:
         return known, tried.compiled.peak_bytes
 
     def _fitting(self) -> list[Tried]:
-        return [t for t in self.tried if t.compiled.peak_bytes <= self.budget]
+        return [t for t in self.tried if self._fits(t.compiled)]
+
+    def _fits(self, compiled: Compiled) -> bool:
+        within = compiled.host_bytes <= self.host_budget or not compiled.host_bytes
+        return within and compiled.peak_bytes <= self.budget
 
     def _descend(self) -> None:
         """Plan, compile and correct until a plan fits and no better one is likely."""
@@ -352,7 +367,9 @@ class Fit:
             lower = int(needed * (1 - _STEP))
             if lower <= self.budget:
                 break
-            within = Fit(self.target, lower, self.progress, self.search).best()
+            within = Fit(
+                self.target, lower, self.progress, self.search, self.host_budget
+            ).best()
             if within is None:
                 break
             least, needed = within, lower

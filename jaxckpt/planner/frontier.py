@@ -37,13 +37,17 @@ class Point:
 
     Attributes:
         saved: The values that stay.
-        bytes: Their bytes.
+        bytes: Their bytes on the device.
         seconds: What runs again takes, and keeping the values.
+        offloaded: Those of them that stay in host memory (`planner/offload.py`).
+        host_bytes: Their bytes there.
     """
 
     saved: frozenset[int]
     bytes: int
     seconds: float
+    offloaded: frozenset[int] = frozenset()
+    host_bytes: int = 0
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxckpt.planner.bound import least_seconds
 from jaxckpt.planner.frontier import Point, frontier
+from jaxckpt.planner.offload import HostLink, offloaded_points
 from jaxckpt.planner.program import PlannedLayer, PlannedStack
 from jaxckpt.planner.runs import (
     Choice,
@@ -79,7 +80,7 @@ class _Offer:
         size = self.choice.layers
         for start in range(0, len(layers), size):
             part = [
-                Remat(layer.costs.policy(self.point.saved), 1)
+                Remat(layer.costs.policy(self.point.saved, self.point.offloaded), 1)
                 for layer in layers[start : start + size]
             ]
             if self.segment:
@@ -95,6 +96,7 @@ class LoopSolver:
         stacks: The stacks of a program, in order.
         work_bytes: What the backward pass of a layer holds, by its kind.
         head_bytes: What the head holds besides what is kept.
+        link: Over which kept values may go to host memory; None for none.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class LoopSolver:
         stacks: Sequence[PlannedStack],
         work_bytes: Mapping[int, WorkBytes],
         head_bytes: int,
+        link: HostLink | None = None,
     ) -> None:
         self._head = head_bytes
+        self._host = 0 if link is None else link.budget_bytes
         self._names = [stack.name for stack in stacks]
         self._blocks = [
             (number, block)
@@ -112,7 +116,7 @@ class LoopSolver:
         ]
         tried = _MOST_TRIED if len(self._blocks) == 1 else _MOST_TRIED_OF_SEVERAL
         self._offers = [
-            _offers(block[0], len(block), work_bytes[block[0].kind], tried)
+            _offers(block[0], len(block), work_bytes[block[0].kind], tried, link)
             for _, block in self._blocks
         ]
         self._layers = [
@@ -128,7 +132,7 @@ class LoopSolver:
 
     def solve(self, free_bytes: int) -> Solved | None:
         """Return the fastest schedules, None where nothing fits."""
-        answer = best_runs(self._layers, free_bytes, self._head)
+        answer = best_runs(self._layers, free_bytes, self._head, self._host)
         return None if answer is None else self._solved(answer)
 
     def solve_finer(self, free_bytes: int) -> Solved | None:
@@ -136,13 +140,13 @@ class LoopSolver:
 
         They are where hardly anything fits. It takes seconds to find them.
         """
-        answer = best_runs(self._layers, free_bytes, self._head)
+        answer = best_runs(self._layers, free_bytes, self._head, self._host)
         near = (1 + _NEAR) * self.bound_seconds(free_bytes)
         if answer is None or len(self._layers) > 1 or answer.seconds <= near:
             return None
         (layers,) = self._layers
         layers = dataclasses.replace(layers, runs=_MORE_RUNS)
-        more = more_runs([layers], free_bytes, self._head, _MORE_SECONDS)
+        more = more_runs([layers], free_bytes, self._head, self._host, _MORE_SECONDS)
         if more is None or more.seconds >= answer.seconds:
             return None
         return self._solved(more)
@@ -166,7 +170,7 @@ class LoopSolver:
 
     def bound_seconds(self, free_bytes: int) -> float:
         """Return what no schedules beat, in any order and any number of runs."""
-        return least_seconds(self._layers, free_bytes, self._head)
+        return least_seconds(self._layers, free_bytes, self._head, self._host)
 
 
 def _blocks(stack: PlannedStack) -> list[list[PlannedLayer]]:
@@ -176,13 +180,26 @@ def _blocks(stack: PlannedStack) -> list[list[PlannedLayer]]:
 
 
 def _offers(
-    layer: PlannedLayer, count: int, work_bytes: WorkBytes, tried: float
+    layer: PlannedLayer,
+    count: int,
+    work_bytes: WorkBytes,
+    tried: float,
+    link: HostLink | None,
 ) -> list[_Offer]:
     """Return what can become of layers, what hardly any budget uses left out."""
     points = frontier(layer.costs.stage)
     singles = [_single(layer, point, work_bytes) for point in points]
     most = max(_FEWEST, int((tried / count**2) ** (1 / 3)))
     offers = _nearest(singles, lambda choice: choice.bytes, 2 * most // 3)
+    if link is not None:
+        moved = [
+            _single(layer, variant, work_bytes)
+            for point in points
+            for variant in offloaded_points(layer.costs, point, link)
+        ]
+        if moved:
+            offers = _nearest(singles, lambda choice: choice.bytes, most // 3)
+            offers += _nearest(moved, lambda choice: choice.bytes, most // 3)
     sizes = _segment_sizes(count)
     for size in sizes:
         segments = [_segment(layer, point, size, work_bytes) for point in points]
@@ -204,7 +221,8 @@ def _segment_sizes(count: int) -> list[int]:
 
 def _single(layer: PlannedLayer, point: Point, work_bytes: WorkBytes) -> _Offer:
     kept = layer.input_bytes + point.bytes
-    return _Offer(Choice(kept, point.seconds, work_bytes(point)), point)
+    choice = Choice(kept, point.seconds, work_bytes(point), host_bytes=point.host_bytes)
+    return _Offer(choice, point)
 
 
 def _segment(

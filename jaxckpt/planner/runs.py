@@ -39,12 +39,14 @@ class Choice:
         seconds: What runs again.
         work_bytes: What their second run and backward pass hold besides.
         layers: How many layers they are.
+        host_bytes: What stays of them in host memory.
     """
 
     bytes: int
     seconds: float
     work_bytes: int
     layers: int = 1
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,10 @@ def peak_bytes(
 
 
 def best_runs(
-    stacks: Sequence[Layers], free_bytes: int, head_bytes: int = 0
+    stacks: Sequence[Layers],
+    free_bytes: int,
+    head_bytes: int = 0,
+    host_bytes: int = 0,
 ) -> RunsAnswer | None:
     """Return the least seconds that fit, or None where nothing does.
 
@@ -113,6 +118,7 @@ def best_runs(
         stacks: The stacks of a program, in order.
         free_bytes: For what is kept, gradients and work at once.
         head_bytes: What is held where everything is kept: by the head, say.
+        host_bytes: For what is kept in host memory.
 
     Example:
         >>> light, heavy = Choice(1, 2.0, 1), Choice(3, 0.0, 1)
@@ -121,9 +127,9 @@ def best_runs(
         (4.0, ((Taken(choice=0, parts=2), Taken(choice=1, parts=2)),))
     """
     if len(stacks) > 1:
-        return more_runs(stacks, free_bytes, head_bytes)
+        return more_runs(stacks, free_bytes, head_bytes, host_bytes)
     (layers,) = stacks
-    found = _table(layers).best(free_bytes, head_bytes)
+    found = _table(layers).best(free_bytes, head_bytes, host_bytes)
     if found is None:
         return None
     runs = tuple(Taken(choice, parts) for choice, parts in found)
@@ -134,6 +140,7 @@ def more_runs(
     stacks: Sequence[Layers],
     free_bytes: int,
     head_bytes: int = 0,
+    host_bytes: int = 0,
     time_limit: float = _SECONDS,
 ) -> RunsAnswer | None:
     """Return the least seconds that fit, in as many runs as each stack may have.
@@ -142,9 +149,10 @@ def more_runs(
         stacks: As of `best_runs`.
         free_bytes: As there.
         head_bytes: As there.
+        host_bytes: As there.
         time_limit: After so many seconds HiGHS ends with the best that it has.
     """
-    return _Problem(stacks, free_bytes, head_bytes).solve(time_limit)
+    return _Problem(stacks, free_bytes, head_bytes, host_bytes).solve(time_limit)
 
 
 def _seconds(layers: Layers, runs: Sequence[Taken]) -> float:
@@ -160,6 +168,7 @@ def _table(layers: Layers) -> Table:
         np.array([c.seconds for c in layers.choices]),
         np.array([c.work_bytes for c in layers.choices]),
         np.array([c.layers for c in layers.choices]),
+        np.array([c.host_bytes for c in layers.choices]),
         layers.gradient_bytes,
         layers.joining_seconds,
     )
@@ -175,11 +184,16 @@ class _Problem:
     """The MILP: columns n and y for each stack, run and choice, in this order."""
 
     def __init__(
-        self, stacks: Sequence[Layers], free_bytes: int, head_bytes: int
+        self,
+        stacks: Sequence[Layers],
+        free_bytes: int,
+        head_bytes: int,
+        host_bytes: int,
     ) -> None:
         self.stacks = stacks
         self.free = free_bytes
         self.head = head_bytes
+        self.host = host_bytes
         self.slots = [
             (number, run) for number, s in enumerate(stacks) for run in range(s.runs)
         ]
@@ -271,6 +285,9 @@ class _Problem:
         kept = {i: self._choice(i).bytes / self._scale for i in range(self.count)}
         limit = self.free / self._scale * (1 - _TOLERANCE)
         self._rows.append((kept, -np.inf, limit - self.head / self._scale))
+        there = {i: self._choice(i).host_bytes / self._scale for i in range(self.count)}
+        if any(there.values()):
+            self._rows.append((there, -np.inf, self.host / self._scale))
         for slot in range(len(self.slots)):
             row: dict[int, float] = {}
             for i, (other, _) in enumerate(self.columns):

@@ -11,11 +11,13 @@ import jax
 
 from jaxckpt import _jax
 from jaxckpt.devices import Device, get_device, use
+from jaxckpt.errors import PlanError
 from jaxckpt.graph.gradient import is_inexact
 from jaxckpt.memory import Prediction
 from jaxckpt.plan import Plan
 from jaxckpt.planner.links import LinkSolver
 from jaxckpt.planner.loops import LoopSolver, Solved, Solver, WorkBytes
+from jaxckpt.planner.offload import HostLink
 from jaxckpt.planner.program import PlannedStack, read_stacks
 from jaxckpt.planner.target import Target
 from jaxckpt.planner.work import work_bytes
@@ -59,13 +61,25 @@ class Search:
 
     Args:
         target: The step.
+        host_budget: Bytes of host memory that kept values may take.
+
+    Raises:
+        PlanError: There is such a budget, and no layers in a loop.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, host_budget: int = 0) -> None:
         self.target = target
         device = _with_rates(target.device)
+        self._link = _host_link(device, host_budget)
         with use(target.device):
             self.stacks = read_stacks(target.graph, device)
+        if self._link is not None and not all(s.scanned for s in self.stacks):
+            raise PlanError(
+                "`host_budget` needs layers in a loop (`jax.lax.scan`, `nn.scan`): of "
+                "layers one after another XLA leaves each copy to the host for the "
+                "backward pass, so that nothing is saved on the device. Leave it out, "
+                "or scan the layers."
+            )
         self._full = target.uniform(full())
         prediction = target.predict(self._full)
         self._there = prediction.argument_bytes + self._other_gradients()
@@ -184,7 +198,8 @@ class Search:
         if len(self.stacks) == 1 and not self.stacks[0].scanned:
             most = 2 * (self._most_of(self.stacks[0]) + work + head)
             return LinkSolver(self.stacks[0], work, head, most)
-        return LoopSolver(self.stacks, self._loop_works(work), head)
+        works = self._loop_works(work)
+        return LoopSolver(self.stacks, works, head, self._link)
 
     def _loop_works(self, work: int) -> dict[int, WorkBytes]:
         found: dict[int, WorkBytes] = {}
@@ -222,6 +237,11 @@ class Search:
         work = max(1, phases[-1] - self._there - kept - gradients)
         between = phases[1:-1] or [phases[-1]]
         return work, max(0, max(between) - self._there - kept)
+
+
+def _host_link(device: Device, budget: int) -> HostLink | None:
+    rate = device.host_link_bytes_per_second
+    return HostLink(rate, budget) if rate and budget else None
 
 
 def _with_rates(device: Device) -> Device:

@@ -25,6 +25,7 @@ from jaxckpt.workload import Workload
 from jaxckpt.xla.compile import compile_for
 from jaxckpt.xla.measure import trace_loss, whole_step
 from jaxckpt.xla.roofline import step_seconds
+from jaxckpt.xla.schedule import HOST_COPY
 
 PyTree = Any
 
@@ -37,11 +38,15 @@ class Compiled:
         peak_bytes: Device bytes.
         host_bytes: Host bytes.
         step_seconds: By a roofline over the compiled program; None for unknown rates.
+        exposed_seconds: The part of it in which the device waits for the host link.
+        hidden_seconds: What else the link takes, beside the device's work.
     """
 
     peak_bytes: int
     host_bytes: int
     step_seconds: float | None
+    exposed_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
 
 class Target:
@@ -149,10 +154,9 @@ class Target:
                     )
             finally:
                 self.compile_seconds += time.monotonic() - started
+            footprint, seconds = found.footprint, self._seconds(found.hlo_text)
             self._compiled[key] = Compiled(
-                found.footprint.peak_bytes,
-                found.footprint.host_bytes,
-                self._seconds(found.hlo_text),
+                footprint.peak_bytes, footprint.host_bytes, *seconds
             )
         return self._compiled[key]
 
@@ -171,9 +175,14 @@ class Target:
         step, state = whole_step(self._under(plan))
         return step, (state, self.workload.batch)
 
-    def _seconds(self, hlo_text: str) -> float | None:
-        known = self.device.has_rates
-        return step_seconds(hlo_text, self.device).total if known else None
+    def _seconds(self, hlo_text: str) -> tuple[float | None, float, float]:
+        """Return seconds of the step, and of the host link: exposed and hidden."""
+        if not self.device.has_rates:
+            return None, 0.0, 0.0
+        found = step_seconds(hlo_text, self.device)
+        link = found.host_link_bytes / (self.device.host_link_bytes_per_second or 1)
+        exposed = found.by_kind[HOST_COPY]
+        return found.total, exposed, max(0.0, link - exposed)
 
 
 def _value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

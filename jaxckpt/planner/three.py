@@ -31,6 +31,7 @@ class Table:
         seconds: What runs again of it.
         work: What its second run and backward pass hold.
         layers: How many layers a part is.
+        host: What stays of one part in host memory.
         gradient: Bytes of one layer's gradients.
         joining: Seconds that more than one run takes besides.
     """
@@ -40,6 +41,7 @@ class Table:
     seconds: np.ndarray
     work: np.ndarray
     layers: np.ndarray
+    host: np.ndarray
     gradient: int
     joining: float = 0.0
 
@@ -64,12 +66,14 @@ class Table:
         """
         return np.minimum(2, self.count // self.layers)
 
-    def best(self, free: int, head: int) -> list[tuple[int, int]] | None:
+    def best(
+        self, free: int, head: int, free_host: int = 0
+    ) -> list[tuple[int, int]] | None:
         """Return (choice, parts) of the fastest runs that fit; None where none do."""
         best, runs = math.inf, None
         for last, parts in self._last_runs():
             cost, first, second, n_first, n_second = self._best_two(
-                last, parts, free, head, best
+                last, parts, free, head, free_host, best
             )
             if cost < best:
                 best = cost
@@ -86,7 +90,13 @@ class Table:
                 yield choice, parts
 
     def _best_two(
-        self, last: int, parts: int, free: int, head: int, limit: float
+        self,
+        last: int,
+        parts: int,
+        free: int,
+        head: int,
+        free_host: int,
+        limit: float,
     ) -> tuple[float, int, int, int, int]:
         """Return cost and choices of the best two runs before a given last one."""
         nothing = math.inf, 0, 0, 0, 0
@@ -109,6 +119,10 @@ class Table:
             allowed &= (n_second == 0) | ~of_last[None, :, None]
         allowed &= (n_first == 0) | (n_first >= least[:, None, None])
         allowed &= (n_second == 0) | (n_second >= least[None, :, None])
+        if self.host.any():
+            host = n_first * self.host[:, None, None]
+            host = host + n_second * self.host[None, :, None] + parts * self.host[last]
+            allowed &= host <= free_host
         seconds = n_first * self.seconds[:, None, None]
         cost = seconds + n_second * self.seconds[None, :, None] + cost_last
         runs = (n_first > 0).astype(int) + (n_second > 0) + (parts > 0)

@@ -30,7 +30,9 @@ def work_bytes(layer: PlannedLayer, device: Device) -> Callable[[Point], int]:
     works = [_predicted(layer, points[i], device) for i in chosen]
 
     def of_point(point: Point) -> int:
-        return int(np.interp(point.bytes, sizes, works))
+        kept = point.bytes + point.host_bytes
+        # What is in host memory is loaded for the layer's turn.
+        return int(np.interp(kept, sizes, works)) + point.host_bytes
 
     return of_point
 

@@ -33,7 +33,13 @@ def fit_parts(result: FitResult, device: Device) -> Iterator[Any]:
         f"{format_bytes(predicted.peak_bytes)} ({100 * error:+.2f} %)",
     )
     if verified.host_bytes:
-        table.add_row("host", format_bytes(verified.host_bytes))
+        link = result.compiled
+        table.add_row(
+            "host",
+            f"{format_bytes(verified.host_bytes)}; copies take "
+            f"{_seconds(link.hidden_seconds)} beside the device's work and keep it "
+            f"waiting for {_seconds(link.exposed_seconds)}",
+        )
     table.add_row(
         "run again",
         f"{format_flops(verified.recompute_flops)}, {100 * share:.1f} % of the forward "
