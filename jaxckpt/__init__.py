@@ -17,6 +17,8 @@ from jaxckpt.graph.stages import mark_stage as mark_stage
 from jaxckpt.graph.stages import stages as stages
 from jaxckpt.graph.trace import Graph as Graph
 from jaxckpt.graph.trace import trace as trace
+from jaxckpt.host_memory import to_device as to_device
+from jaxckpt.host_memory import to_host as to_host
 from jaxckpt.layers import run_layers as run_layers
 from jaxckpt.memory import Prediction as Prediction
 from jaxckpt.memory import predict as predict

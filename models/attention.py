@@ -1,4 +1,4 @@
-"""Self-attention in three implementations, one of them chosen by the target.
+"""Self-attention in four implementations, one of them chosen by the target.
 
 All take queries as `[batch, seq, heads, head_dim]` and return the same shape. Keys and
 values may have fewer heads, a divisor of the queries' (grouped-query attention): query
@@ -7,9 +7,16 @@ memory. `H` is heads, `S` sequence length, `D` head dimension, `C` a chunk:
 
     implementation   float32 score bytes alive   needs
     xla              4 * batch * H * S * S        nothing
+    xla_remat        the same, of one layer       nothing
     chunked          4 * batch * H * C * S        nothing
     cudnn            none                         a CUDA target, bf16 or f16, the wheels
     flash            resolves to cudnn where it can run, else to chunked
+
+`xla` keeps its scores for the backward pass. The others are attention alone under
+remat, beside layers that keep everything else: `xla_remat` keeps q, k, v and the result
+and computes the scores again (Korthikanti et al., "Reducing Activation Recomputation",
+arXiv:2205.05198, call it selective); `chunked` and `cudnn` do so in their own backward
+rule, which reads the log-sum-exp too, so that a remat around them has nothing to free.
 
 Why our own chunked form: tokamax's `xla_chunked` (0.0.12) is quadratic in `seq` once a
 gradient is taken (so say its own tests), and it brings a dozen packages. Temporary MiB
@@ -36,9 +43,11 @@ from jaxtyping import Array, Float
 
 from jaxckpt.devices import active_device, get_device, has_cudnn_wheels
 from jaxckpt.errors import WorkloadError, did_you_mean
+from jaxckpt.policy import save_nothing
+from jaxckpt.remat import remat
 
-IMPLEMENTATIONS = ("cudnn", "xla", "chunked", "flash")
-Resolved = Literal["cudnn", "xla", "chunked"]
+IMPLEMENTATIONS = ("cudnn", "xla", "xla_remat", "chunked", "flash")
+Resolved = Literal["cudnn", "xla", "xla_remat", "chunked"]
 CHUNK = 128  # queries per step: 128 x S scores fill a GPU and stay small
 
 Heads = Float[Array, "batch seq heads head_dim"]
@@ -70,15 +79,25 @@ def attention(
         >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
         >>> attention(q, k, k, implementation="chunked").shape
         (1, 3, 4, 8)
+        >>> import jaxckpt
+        >>> attend = functools.partial(attention, implementation="xla_remat")
+        >>> [r.name for r in jaxckpt.trace(attend, q, k, k, argnums=(0, 1, 2)).residuals
+        ...  if r.held]
+        []
     """
     _check_shapes(q, k, v)
     chosen = resolve(implementation, dtype=q.dtype, head_dim=q.shape[-1])
     with jax.named_scope(f"attention[{chosen}]"):
         if chosen == "chunked":
             return _chunked(q, k, v, causal)
-        out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=causal, implementation=chosen
+        attend = functools.partial(
+            jax.nn.dot_product_attention,
+            is_causal=causal,
+            implementation="cudnn" if chosen == "cudnn" else "xla",
         )
+        if chosen == "xla_remat":
+            attend = remat(attend, policy=save_nothing())
+        out = attend(q, k, v)
     return checkpoint_name(out, "context")
 
 

@@ -13,8 +13,9 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from jaxckpt.errors import WorkloadError, did_you_mean
-from jaxckpt.policy import Policy
-from jaxckpt.schedule import Schedule, combine
+from jaxckpt.policy import Decision, Policy, save_everything
+from jaxckpt.policy_algebra import Candidate
+from jaxckpt.schedule import Keep, Node, Remat, Schedule, combine
 from jaxckpt.training import adamw, byte_batches
 from jaxckpt.workload import Workload
 from models.attention import IMPLEMENTATIONS
@@ -87,6 +88,34 @@ def check_shared(config: Any, **counts: int) -> None:
         raise WorkloadError(
             f"`dropout={config.dropout}` is not a rate. Use 0 (none) up to below 1."
         )
+    if config.attention == "xla_remat" and config.schedule is not None:
+        _check_attention_remat(config.schedule, config.num_layers)
+
+
+def _check_attention_remat(schedule: Schedule, num_layers: int) -> None:
+    """Raise where `xla_remat` would run attention three times, or never again.
+
+    Under remat of the whole layer attention runs for the forward pass, once more for
+    what the layer computes again from it, and in its own remat for its gradient; unless
+    the layer keeps `context`. A layer that keeps everything keeps the scores too.
+    """
+    if all(map(_suits_attention_remat, schedule.nodes(num_layers))):
+        return
+    raise WorkloadError(
+        f"`attention=xla_remat` and the schedule `{schedule}` contradict each other: a "
+        "layer under a policy has to keep `context`, else attention runs three times, "
+        "and not everything, else it keeps the scores. Use a policy like "
+        "`save(context)`, or `attention=xla`, of which the policy keeps what it says."
+    )
+
+
+def _suits_attention_remat(node: Node) -> bool:
+    if isinstance(node, Keep):
+        return True
+    if not isinstance(node, Remat) or node.policy in (None, save_everything()):
+        return False
+    context = Candidate("context", dot=None, bytes=0)
+    return node.policy.decide(context) is not Decision.RECOMPUTE
 
 
 def check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:

@@ -22,6 +22,7 @@ ORDER = [
     ["loading"],
     ["devices"],
     ["graph"],
+    ["host"],
     ["remat"],
     ["layers"],
     ["stack"],

@@ -13,6 +13,7 @@ import optax
 from jax import Array
 
 from jaxckpt.errors import WorkloadError
+from jaxckpt.host_memory import keep_on_host
 from jaxckpt.training.state import TrainState
 
 PyTree = Any
@@ -26,6 +27,7 @@ def make_train_step(
     *,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    offload_optimizer: bool = False,
 ) -> jax.stages.Wrapped:
     """Return `step(state, batch) -> (state, metrics)`, jitted, `state` donated.
 
@@ -42,7 +44,13 @@ def make_train_step(
         >>> float(metrics["loss"]), float(state.params["w"])
         (1.0, 1.0)
     """
-    step = train_step_fn(loss_fn, optimizer, accumulate=accumulate, clip_norm=clip_norm)
+    step = train_step_fn(
+        loss_fn,
+        optimizer,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        offload_optimizer=offload_optimizer,
+    )
     return jax.jit(step, donate_argnums=0)
 
 
@@ -52,6 +60,7 @@ def train_step_fn(
     *,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    offload_optimizer: bool = False,
 ) -> Step:
     """Return one training step as a pure function, to export or to wrap.
 
@@ -65,10 +74,13 @@ def train_step_fn(
         accumulate: In how many equal parts of its leading axis to cut the batch, one
             after the other; gradients, loss and aux are the means over the parts.
         clip_norm: Scale gradients down to this global norm; None leaves them.
+        offload_optimizer: Whether the optimizer's state lives in host memory between
+            the steps. It has to begin there (see `jaxckpt.host_memory.keep_on_host`).
 
     Raises:
         WorkloadError: A setting is out of range; or, when traced, the batch cannot be
-            cut in `accumulate` parts or the loss is not a scalar.
+            cut in `accumulate` parts, the loss is not a scalar, or the state to offload
+            is on the device.
     """
     if accumulate < 1:
         raise WorkloadError(
@@ -79,6 +91,8 @@ def train_step_fn(
         raise WorkloadError(
             f"`clip_norm={clip_norm}` must be above 0. Use None not to clip."
         )
+    if offload_optimizer:
+        optimizer = keep_on_host(optimizer)
     grad_fn = _make_grad_fn(loss_fn)
     if accumulate > 1:
         grad_fn = _accumulated(grad_fn, accumulate)
