@@ -192,13 +192,21 @@ class Fit:
     def result(self, best: Tried, budget_bytes: int) -> FitResult:
         """Return a plan that was compiled as the answer for a budget."""
         if best is not self.tried[-1] and best.found.seconds > 0.0:
-            # The prediction as the plans compiled since have set it right.
-            predicted = round(best.found.predicted_bytes * self._ratio)
+            predicted = self._as_the_nearest(best)
             best = dataclasses.replace(best, predicted_bytes=predicted)
         verified = self._verified(best, budget_bytes)
         plan = dataclasses.replace(best.found.plan, verified=verified)
         form = self.target.form(plan)
         return FitResult(plan, form, best.compiled, self.host_budget, tuple(self.tried))
+
+    def _as_the_nearest(self, best: Tried) -> int:
+        """Return a plan's prediction, set right by the most alike that was compiled."""
+        size = best.found.predicted_bytes
+        others = [t for t in self.tried if t is not best and t.found.seconds > 0.0]
+        if not others:
+            return best.predicted_bytes
+        alike = min(others, key=lambda t: abs(t.found.predicted_bytes - size))
+        return round(size * alike.compiled.peak_bytes / alike.found.predicted_bytes)
 
     def _keep_all(self, plain_seconds: float | None) -> None:
         """Compile the plan that keeps what is read, where it may be faster than none.
