@@ -190,16 +190,15 @@ def _offers(
     points = frontier(layer.costs.stage)
     singles = [_single(layer, point, work_bytes) for point in points]
     most = max(_FEWEST, int((tried / count**2) ** (1 / 3)))
-    offers = _nearest(singles, lambda choice: choice.bytes, 2 * most // 3)
-    if link is not None:
-        moved = [
-            _single(layer, variant, work_bytes)
-            for point in points
-            for variant in offloaded_points(layer.costs, point, link)
-        ]
-        if moved:
-            offers = _nearest(singles, lambda choice: choice.bytes, most // 3)
-            offers += _nearest(moved, lambda choice: choice.bytes, most // 3)
+    moved = [
+        _single(layer, variant, work_bytes)
+        for point in points
+        for variant in (offloaded_points(layer.costs, point, link) if link else ())
+    ]
+    share = most // 3 if moved else 2 * most // 3
+    offers = _nearest(singles, lambda choice: choice.bytes, share)
+    if moved:
+        offers += _nearest(moved, lambda choice: choice.bytes, share)
     sizes = _segment_sizes(count)
     for size in sizes:
         segments = [_segment(layer, point, size, work_bytes) for point in points]
